@@ -37,6 +37,10 @@ class Checkpointing(Callback):
         if run.state.step == 0 and EventSchedule(run.args).saves_before_first_step:
             run.requests.save = True
 
+    def on_regroup(self, run: Run) -> None:
+        if self._due is None:  # the last main process may be lost
+            self._wind_up(run)
+
     def on_step_end(self, run: Run) -> None:
         is_time = self._due is not None and time.monotonic() >= self._due
         if is_time or EventSchedule(run.args).is_due_after_step("save", run.state.step, run.total_steps):

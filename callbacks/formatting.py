@@ -11,7 +11,8 @@ HIDDEN = frozenset(
     {
         "steps_per_second", "data_wait", "goodput", "model_flops_per_second", "hardware_flops_per_second", "memory_gib",
         "reserved_memory_gib", "peak_memory_gib", "device_memory_gib", "process_memory_gib", "host_memory_gib",
-        "fragmentation",
+        "fragmentation", "memberships", "machines_lost", "machines_joined", "regrouping_seconds", "steps_again",
+        "reduced_seconds", "slowest_seconds",
     }
 )  # fmt: skip
 """Names in a record that a line leaves out, in addition to `_GROUPS`; files have all of them."""

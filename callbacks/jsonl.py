@@ -16,7 +16,7 @@ import torch
 
 from trainer_kit._version import __version__
 from trainer_kit.callback import Callback
-from trainer_kit.errors import FolderInUseError
+from trainer_kit.errors import CutOffError, FolderInUseError
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.run_log import FORMAT, NAME, append_record, read_log
 from trainer_kit.utils.write_errors import WriteErrors
@@ -41,6 +41,7 @@ class JsonLines(Callback):
     - "start": begins each start and restart. A reader must skip earlier lines of a greater step. Fields: the version
       of this `format`, the time when this start `began`, the `environment`, the `arguments`, and the number of
       `parameters` of the model and of `trainable` ones.
+    - "membership": other machines or processes train on. Fields: those of a membership.
     - "rollback": the run returned to a checkpoint. A reader must skip earlier lines of a greater step here too.
     - "warning": the `message` and `source` of a Python warning, or of a warning or error logged by trainer_kit. The
       first 1,000 of a start are written.
@@ -78,6 +79,7 @@ class JsonLines(Callback):
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
             arguments=run.args.to_dict(),
         )
+        self._write_membership(run)
         self._stop_listening()
         if run.strategy.is_main:
             self._listener = _WarningListener(lambda source, message: self._warn(run, source, message))
@@ -103,13 +105,23 @@ class JsonLines(Callback):
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._write(run, "rollback")
 
+    def on_regroup(self, run: Run) -> None:
+        if run.strategy.is_main and self._listener is None:  # the last main process is lost
+            self.on_train_begin(run)
+        else:
+            self._write_membership(run)
+
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if run.state is self._state and not isinstance(error, FolderInUseError):  # else another run owns it
+        if run.state is self._state and not isinstance(error, (CutOffError, FolderInUseError)):  # others own it then
             self._write(run, "exception", type=type(error).__name__, message=str(error))
         self._stop_listening()
 
     def on_exit(self, run: Run) -> None:
         self._stop_listening()
+
+    def _write_membership(self, run: Run) -> None:
+        if (entry := run.ledger.memberships.latest) is not None:
+            self._write(run, "membership", **entry.to_dict())
 
     def _stop_listening(self) -> None:
         if self._listener is not None:

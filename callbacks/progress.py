@@ -83,6 +83,8 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.total = run.total_steps or None
             self._bar.update(run.state.step - self._bar.n)
+        elif run.strategy.is_main:  # the last main process is lost
+            self.on_train_begin(run)
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         if self._bar is not None:  # drawn with the bar's next move

@@ -84,8 +84,8 @@ class PushToHub(Callback):
                 shutil.rmtree(left, ignore_errors=True)
 
     def on_save(self, run: Run, directory: Path) -> None:
+        self._newest = directory
         if run.strategy.is_main:
-            self._newest = directory
             if directory == self._pushed:  # saved again, after a rollback
                 self._pushed = None
             if self._push is None or self._push.done():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_kit.callback import Callback
-from trainer_kit.errors import FolderInUseError
+from trainer_kit.errors import CutOffError, FolderInUseError
 from trainer_kit.report import write_report
 from trainer_kit.utils.run_log import NAME
 
@@ -46,7 +46,7 @@ class Report(Callback):
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         # A training that did not get the folder, or has lost it, leaves it unchanged.
-        if run.state is self._state and not isinstance(error, FolderInUseError):
+        if run.state is self._state and not isinstance(error, (CutOffError, FolderInUseError)):
             self._write(run)
 
     def _write(self, run: Run) -> None:

@@ -55,6 +55,11 @@ class TensorBoard(Callback):
         self._purge_step = run.state.step + 1
         self._write(run, {})
 
+    def on_regroup(self, run: Run) -> None:
+        if self._file is None:  # the last main process may be lost, which wrote up to this step
+            self._purge_step = run.state.step + 1
+            self._write(run, {})
+
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._write(run, scalar_tags(record, "train"))
 

@@ -11,6 +11,7 @@ import torch
 
 from trainer_kit.callback import Callback
 from trainer_kit.profiling.peak_flops import TERA, computing_dtype, peak_of, tf32_peak
+from trainer_kit.profiling.time_ledger import USEFUL, Ledger
 
 from .operations import Operations
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("trainer_kit")
 
-_USEFUL = ("forward", "backward", "optimizer")
 _NO_TRAINING = frozenset({"setup", "evaluation", "saving", "regroup", "lost", "down", "callback/Throughput"})
 _LARGE = 2**40
 """Unit in which operations are summed over processes, with the remainder apart: the sum may exceed 63 bits."""
@@ -51,6 +51,19 @@ class Throughput(Callback):
     - `goodput` (share, 0 to 1): Share of that time spent in forward, backward and the optimizer's step.
     - `wall_seconds` (s): Time of all starts of the run, in the metrics of the whole run only.
 
+    If machines or processes changed, the metrics of the whole run also have these, over all starts:
+
+    - `memberships` (count): Number of memberships, that of the beginning included.
+    - `machines_lost`, `machines_joined` (machines): How often one was lost or left, and how often one came, if the
+      launcher lets them change.
+    - `regrouping_seconds` (s): Time from the last work before each change to the first work after it.
+    - `steps_again` (steps): Steps that were taken again, as far as they were recorded.
+    - `reduced_seconds` (s): Time multiplied by the missing part of the machines.
+    - `slowest_seconds` (s): Time of this start in which this process waited for the slowest one in votes between steps.
+
+    If machines are missing, their part is missing from `goodput` too, see `trainer_kit.profiling.time_ledger`. The full
+    size is the largest number of processes since the launch.
+
     The metrics of the whole run have `seconds/ACTIVITY` and `goodput` over all starts of the run, and FLOP/s and MFU of
     this start.
 
@@ -65,6 +78,7 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._operations = Operations()
         self._seconds: dict[str, float] = {}  # by activity, at the last record
+        self._missing: dict[str, float] = {}  # of them, for machines that were missing
         self._recorded: _Interval | None = None  # totals at the last record
         self._since: _Interval | None = None  # totals at the last record, plus the counted steps since
         self._counting_since: _Interval | None = None
@@ -77,6 +91,7 @@ class Throughput(Callback):
         self._in_all, self._peak, self._counting_since = [0.0, 0.0, 0.0], None, None
         self._told.clear()
         _suggest_tf32(run)
+        self._missing = run.ledger.missing()
         self._seconds, self._recorded = self._measure(run)
         self._since = self._recorded
         self._wait()
@@ -101,6 +116,7 @@ class Throughput(Callback):
             self._wait()
 
     def on_rollback(self, run: Run, directory: Path) -> None:
+        self._missing = run.ledger.missing()
         self._seconds, self._recorded = self._measure(run)
         self._since = self._recorded
 
@@ -113,6 +129,8 @@ class Throughput(Callback):
         all_seconds, now = self._measure(run)
         since = self._since if now.step > self._since.step else self._recorded
         passed = {name: value - self._seconds.get(name, 0.0) for name, value in all_seconds.items()}
+        missing_before, self._missing = self._missing, run.ledger.missing()
+        missing = {name: value - missing_before.get(name, 0.0) for name, value in self._missing.items()}
         self._seconds, self._recorded, self._since = all_seconds, now, now
         flops = self._flops(run, now.model - since.model, now.hardware - since.hardware)
         self._wait()
@@ -129,13 +147,14 @@ class Throughput(Callback):
         if flops is not None:
             self._in_all = [total + own for total, own in zip(self._in_all, (seconds, *flops), strict=True)]
             figures |= self._use(run, seconds, *flops)
-        return figures | _by_activity(passed)
+        return figures | _by_activity(passed, missing)
 
     def summary(self, run: Run) -> dict[str, Any]:
         self.metrics(run)  # adds the steps since the last record
         seconds = run.ledger.seconds()
         figures = self._use(run, *self._in_all) if self._in_all[1] else {}
-        return figures | {"wall_seconds": sum(seconds.values())} | _by_activity(seconds)
+        figures |= {"wall_seconds": sum(seconds.values())} | _by_activity(seconds, run.ledger.missing())
+        return figures | _of_memberships(run.ledger)
 
     def _wait(self) -> None:
         """Leave the hooks of a step out until one is counted."""
@@ -196,10 +215,27 @@ def _suggest_tf32(run: Run) -> None:
     )  # fmt: skip
 
 
-def _by_activity(seconds: Mapping[str, float]) -> dict[str, float]:
+def _of_memberships(ledger: Ledger) -> dict[str, float]:
+    """Return what changes of machines and processes have cost; empty if there were none."""
+    history = ledger.memberships
+    if not history.has_changed:
+        return {}
+    return {
+        "memberships": len(history.entries),
+        "machines_lost": history.lost,
+        "machines_joined": history.joined,
+        "regrouping_seconds": history.pause,
+        "steps_again": history.steps_again,
+        "reduced_seconds": ledger.reduced(),
+        "slowest_seconds": ledger.slowest,
+    }
+
+
+def _by_activity(seconds: Mapping[str, float], missing: Mapping[str, float]) -> dict[str, float]:
     """Return the positive seconds by activity, and the goodput."""
     figures = {f"seconds/{name}": value for name, value in seconds.items() if value > 0}
     total = sum(figures.values())
     if total > 0:
-        figures["goodput"] = sum(figures.get(f"seconds/{name}", 0.0) for name in _USEFUL) / total
+        useful = sum(figures.get(f"seconds/{name}", 0.0) - missing.get(name, 0.0) for name in USEFUL)
+        figures["goodput"] = useful / total
     return figures

@@ -63,6 +63,9 @@ class Tracking(Callback):
         self._start(run)
         self._store_settings(run)
 
+    def on_regroup(self, run: Run) -> None:
+        self._start(run)  # the last main process may be lost
+
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         self._log(run, scalar_tags(record, "train"))
 
@@ -93,13 +96,14 @@ class Tracking(Callback):
         self._runs, self._is_resumed = dict(state_dict["runs"]), True
 
     def _start(self, run: Run) -> None:
-        """Begin or continue all runs. An error is raised on all processes, so that none of them waits."""
+        """Begin or continue all runs, unless they are. An error is raised on all processes, so that none waits."""
 
-        def start() -> None:
-            for tracker in self.trackers:
+        def start() -> dict[str, str]:
+            for tracker in self.trackers[len(self._started) :]:
                 self._start_one(run, tracker)
+            return self._runs
 
-        run.strategy.collectives.on_main(start)
+        self._runs = dict(run.strategy.collectives.on_main(start))  # any process may become the main one
 
     def _start_one(self, run: Run, tracker: Any) -> None:
         name = tracker_name(tracker)

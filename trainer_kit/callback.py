@@ -104,7 +104,8 @@ class Callback:
         """Called after a loss of other processes, when this one goes on with those that are left.
 
         A process that was a step behind has the state of another one, callbacks' states included. The step that broke
-        is taken again, with all its events.
+        is taken again, with all its events. `run.strategy.is_main` has changed on the next process if the main one is
+        lost.
         """
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:

@@ -4,6 +4,7 @@ Catch `TrainerKitError` for all of them, or the built-in class in parentheses:
 
 - `CallbackError` (RuntimeError)
 - `CheckpointError` (ValueError): `UnreadableError`
+- `CutOffError` (ConnectionError)
 - `DataError` (RuntimeError): `WorkerError`
 - `DistributedOperationException` (ValueError)
 - `EvaluationInterrupted`, `DoesNotFitError`
@@ -39,6 +40,13 @@ class CheckpointError(TrainerKitError, ValueError):
 
 class UnreadableError(CheckpointError):
     """A checkpoint cannot be judged: the system refuses to read it, or it has another format version."""
+
+
+class CutOffError(TrainerKitError, ConnectionError):
+    """The other machines of an elastic run may be going on without this one, which must not go on in that case.
+
+    Start it again to join them.
+    """
 
 
 class DataError(TrainerKitError, RuntimeError):

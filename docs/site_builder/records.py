@@ -12,6 +12,7 @@ from trainer_kit import callbacks
 from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loop.step_metrics import StepMetrics
 from trainer_kit.loop.training_loop import TrainingLoop
+from trainer_kit.profiling.memberships import MembershipEntry
 
 _FIELDS = re.compile(r"^- (`[^\n]+?`) \(([^)]+)\): (.+(?:\n  .+)*)", re.MULTILINE)
 
@@ -46,6 +47,12 @@ def sources() -> Iterator[tuple[str, str, list[Field]]]:
         '`PREFIX` is "eval" for evaluations and "test" for predictions, and with a dict of datasets "eval_" and the '
         "name of the dataset. Callbacks get them in `on_evaluate` and `on_predict`.",
         fields(Evaluator.__call__),
+    )
+    yield (
+        "Memberships",
+        'In the "membership" lines of `log.jsonl`, which are written where other machines or processes train on than '
+        "before: since machines were lost or came, or since the run resumed under another number of processes.",
+        fields(MembershipEntry),
     )
     whole = "In `train().metrics` and for `on_train_end`, in addition to the callbacks' fields."
     yield "The whole training", whole, fields(TrainingLoop._summary)

@@ -22,7 +22,7 @@ OPERATOR = {
 def pods(name: str) -> list[tuple[int, dict[str, Any]]]:
     """The number of machines and the pod of each template."""
     spec = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))["spec"]
-    if name == "jobset.yaml":
+    if name.startswith("jobset"):
         (jobs,) = spec["replicatedJobs"]
         job = jobs["template"]["spec"]
         assert job["completions"] == job["parallelism"]
@@ -30,15 +30,20 @@ def pods(name: str) -> list[tuple[int, dict[str, Any]]]:
     return [(each["replicas"], each["template"]["spec"]) for each in spec["pytorchReplicaSpecs"].values()]
 
 
-@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("pytorchjob.yaml", 2), ("pytorchjob-elastic.yaml", 4), ("jobset.yaml", 2), ("jobset-elastic.yaml", 4)],
+)
 def test_the_launcher_takes_the_command(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machines = 0
     for number, pod in pods(name):
         machines += number
         (container,) = pod["containers"]
         environment = OPERATOR | {each["name"]: each["value"] for each in container.get("env", [])}
+        if "elastic" in name:
+            environment["PET_NNODES"] = "2:4"  # see pytorch/elastic.go of the training operator
         (script,) = container["args"]
         line = script.replace("exec trainer-kit", "echo trainer-kit")
         command = subprocess.run(
@@ -50,16 +55,28 @@ def test_the_launcher_takes_the_command(
             command.removeprefix("trainer-kit ").replace("launch", "launch --cpu"), tmp_path, monkeypatch, capsys
         )
         assert len(lines) == container["resources"]["limits"]["nvidia.com/gpu"]
-        assert all("WORLD_SIZE=16" in each and re.search(r"MASTER_ADDR=demo-", each) for each in lines)
+        assert all(f"WORLD_SIZE={8 * expected}" in each and re.search(r"MASTER_ADDR=demo-", each) for each in lines)
         assert {each["name"] for each in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
         assert pod["terminationGracePeriodSeconds"] >= 60
-    assert machines == 2
+    assert machines == expected
 
 
-def test_the_first_machine_of_the_jobset_is_the_master() -> None:
-    manifest = yaml.safe_load((FOLDER / "jobset.yaml").read_text(encoding="utf-8"))
-    ((_, pod),) = pods("jobset.yaml")
+@pytest.mark.parametrize(("file", "candidates"), [("jobset.yaml", 1), ("jobset-elastic.yaml", 3)])
+def test_the_first_machines_of_the_jobset_are_the_masters(file: str, candidates: int) -> None:
+    manifest = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))
+    ((_, pod),) = pods(file)
     name, job = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
-    assert environment["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
+    expected = [f"{name}-{job}-0-{pod}.{name}" for pod in range(candidates)]
+    assert environment["MASTER_ADDR"].split(",") == expected
     assert manifest["spec"]["network"]["enableDNSHostnames"]
+
+
+def test_the_elastic_pytorchjob_names_its_range_and_first_workers() -> None:
+    manifest = yaml.safe_load((FOLDER / "pytorchjob-elastic.yaml").read_text(encoding="utf-8"))
+    policy = manifest["spec"]["elasticPolicy"]
+    ((machines, pod),) = pods("pytorchjob-elastic.yaml")
+    assert policy == {"minReplicas": 2, "maxReplicas": machines}
+    (script,) = pod["containers"][0]["args"]
+    name = manifest["metadata"]["name"]
+    assert f"--master-addr {name}-worker-0,{name}-worker-1,{name}-worker-2\n" in script.replace(" train.py", "\n")

@@ -25,7 +25,7 @@ def test_the_launcher_takes_the_commands(
 
 
 def test_there_are_commands_and_sentences() -> None:
-    assert (len(COMMANDS), len(GUIDE.shell), len(GUIDE.sentences)) == (3, 5, 11)
+    assert (len(COMMANDS), len(GUIDE.shell), len(GUIDE.sentences)) == (5, 7, 11)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

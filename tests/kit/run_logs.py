@@ -140,3 +140,22 @@ def eventful(folder: Path) -> Path:
     log.totals |= {"lost": 270.0, "down": 515.0}
     log.end()
     return folder
+
+
+def elastic(folder: Path) -> Path:
+    """A run of 3 machines that lost one, went on, took it in again and came to its end; returns its folder."""
+    log = RunLog(folder, noise=2)
+    log.start()
+    log.train(730)
+    log.time += 0.6
+    gone: dict[str, Any] = {"number": 2, "machines": 2, "machines_before": 3, "processes": 16, "processes_before": 24}
+    gone |= {"lost": ["node3"], "joined": [], "cause": "rank 17 on node3 was lost", "pause": 0.6, "again": 1}
+    log.write("membership", **gone, in_process=True)
+    log.train(1380)
+    log.write("end", ending="signal", exit_code=143)
+    log.start(down=95)
+    come: dict[str, Any] = {"number": 3, "machines": 3, "machines_before": 2, "processes": 24, "processes_before": 16}
+    log.write("membership", **come, lost=[], joined=["node3"], cause="", pause=107.0, again=0, in_process=False)
+    log.train(2000)
+    log.end()
+    return folder

@@ -58,13 +58,16 @@ def test_machines_meet_and_meet_again(elastic: Run) -> None:
     assert {info.world_size for info in infos} == {3}
     assert {machine.starts for machine in machines} == {0}
     assert len({machine.membership for machine in machines}) == 1
+    for machine in machines:
+        machine.confirm()
     infos[0].store.set("key", "first")
     again = together(*(machine.next_rendezvous for machine in machines))
     assert [info.rank for info in again] == [info.rank for info in infos]
     assert {machine.starts for machine in machines} == {1}
     assert not again[1].store.check(["key"]), "each membership has keys of its own"
-    run, number = machines[0].membership.split("/")
-    assert (run, number) == (machines[2].membership.partition("/")[0], "2")
+    run, *facts = machines[0].membership.split("/")
+    assert run == machines[2].membership.partition("/")[0]
+    assert facts == ["2", "1", "0"], "number, the one before, and that it needs no claim"
 
 
 def test_the_others_go_on_when_one_has_left(elastic: Run) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import itertools
 from collections import deque
 
 import pytest
 import torch.distributed as dist
 from kit.clock import Clock
 
-from trainer_kit.launch.keeper import ENDED, HERE, MACHINES, MEMBERSHIP, Keeper, Published, beat_key, machine_key
+from trainer_kit.launch.keeper import (
+    ENDED,
+    GIVEN_UP,
+    HERE,
+    MACHINES,
+    MEMBERSHIP,
+    Facts,
+    Here,
+    Keeper,
+    Published,
+    beat_key,
+    machine_key,
+)
+from trainer_kit.launch.membership import Membership, Right
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 
 
@@ -20,18 +34,21 @@ class Launchers:
         self.store, self.clock = dist.HashStore(), Clock()
         self.alive: set[int] = set()
         self.ended = deque[int]()
-        limits = {"last_call": 3, "patience": 3}
-        self.keeper = Keeper(self.store, least, most, **limits, clock=self.clock.monotonic, ended=self.ended)
+        ports, limits = itertools.count(4000), {"last_call": 3, "patience": 3}
+        serve_ranks = functools.partial(next, ports)
+        self.keeper = Keeper(
+            self.store, least, most, **limits, serve_ranks=serve_ranks, clock=self.clock.monotonic, ended=self.ended
+        )
 
-    def come(self, after: int = 0, place: int = -1) -> int:
+    def come(self, *past: Membership, name: str = "", **fields: bool) -> int:
         number = self.store.add(MACHINES, 1) - 1
-        self.wait(number, after, place)
+        self.wait(number, *past, name=name, **fields)
         self.alive.add(number)
         return number
 
-    def wait(self, number: int, after: int, place: int, has_left: bool = False) -> None:
-        facts = [f"host-{number}", after, place, "run" if after else "", has_left]
-        self.store.set(machine_key(number), json.dumps(facts))
+    def wait(self, number: int, *past: Membership, name: str = "", **fields: bool) -> None:
+        facts = Facts(f"id-{name or number}", f"host-{name or number}", past, **fields)
+        self.store.set(machine_key(number), facts.to_json())
         self.store.add(beat_key(number), 1)
 
     def pass_time(self, seconds: float) -> None:
@@ -43,8 +60,16 @@ class Launchers:
             self.keeper.look()
 
     @property
-    def membership(self) -> Published:
+    def published(self) -> Published:
         return Published.from_json(self.store.get(MEMBERSHIP))
+
+    @property
+    def membership(self) -> Membership:
+        return self.published.membership
+
+    @property
+    def here(self) -> Here:
+        return Here.from_json(self.store.get(HERE))
 
     def told(self, key: str) -> bytes | None:
         name = f"{self.membership.number}/{key}"
@@ -59,49 +84,54 @@ def launchers() -> Launchers:
 def test_all_come(launchers: Launchers) -> None:
     launchers.come()
     launchers.pass_time(10)
-    assert launchers.membership == Published()
-    assert launchers.store.get(HERE) == b"1"
+    assert launchers.published == Published()
+    assert launchers.here == Here(1)
     launchers.come()
     launchers.pass_time(2)
     assert launchers.membership.number == 0, "the last call"
     launchers.come()
     launchers.pass_time(0.5)
-    assert launchers.membership[:2] == (1, (0, 1, 2))
-    assert launchers.membership.hosts == ("host-0", "host-1", "host-2")
-    assert (launchers.membership.gone, launchers.membership.joined) == ((), ())
+    published = launchers.published
+    assert (published.membership.number, published.numbers) == (1, (0, 1, 2))
+    assert published.membership.hosts == ("host-0", "host-1", "host-2")
+    assert (published.bases, published.right, published.gone, published.joined) == ((), Right.MAJORITY, (), ())
+    assert published.port == 4000
 
 
 def test_the_last_call_ends(launchers: Launchers) -> None:
     launchers.come()
     launchers.come()
     launchers.pass_time(4)
-    assert launchers.membership.machines == (0, 1)
+    assert launchers.published.numbers == (0, 1)
 
 
 def test_a_silent_machine_is_left_out_and_joins_later(launchers: Launchers) -> None:
     for _ in range(3):
         launchers.come()
     launchers.pass_time(1)
+    first = launchers.membership
     launchers.alive.remove(1)
     launchers.pass_time(1)
     for number in (0, 2):
-        launchers.wait(number, after=1, place=number)
+        launchers.wait(number, first)
     launchers.pass_time(1)
-    assert launchers.membership.number == 1, "it may only be slow"
+    assert launchers.membership == first, "it may only be slow"
     launchers.pass_time(3)
-    assert launchers.membership[:2] == (2, (0, 2))
-    assert launchers.membership.gone == ("host-1",)
+    second = launchers.membership
+    assert (second.number, launchers.published.numbers) == (2, (0, 2))
+    assert (launchers.published.gone, launchers.published.bases) == (("host-1",), (first,))
+    assert launchers.published.port == 4001, "the first store holds the addresses of the processes before"
     assert launchers.keeper.alive() == 2
     launchers.alive.add(1)
-    launchers.wait(1, after=1, place=1)
+    launchers.wait(1, first)
     launchers.pass_time(1)
     change = Change.from_json(launchers.told(CHANGE) or b"")
     assert change == Change("host-1 joins: the run saves and goes on with it", is_joining=True)
-    for place, number in enumerate((0, 2)):
-        launchers.wait(number, after=2, place=place)
+    for number in (0, 2):
+        launchers.wait(number, second)
     launchers.pass_time(1)
-    assert launchers.membership[:2] == (3, (0, 2, 1))
-    assert launchers.membership.joined == ("host-1",)
+    assert (launchers.membership.number, launchers.published.numbers) == (3, (0, 2, 1))
+    assert launchers.published.joined == ("host-1",)
     assert launchers.told(CHANGE) is None
 
 
@@ -132,7 +162,7 @@ def test_a_spare_waits(launchers: Launchers) -> None:
     for _ in range(4):
         launchers.come()
     launchers.pass_time(5)
-    assert launchers.membership.machines == (0, 1, 2)
+    assert launchers.published.numbers == (0, 1, 2)
     assert launchers.told(CHANGE) is None
 
 
@@ -141,7 +171,7 @@ def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:
         launchers.come()
     launchers.pass_time(1)
     for number in range(3):
-        launchers.wait(number, 1, number, has_left=True)
+        launchers.wait(number, launchers.membership, has_left=True)
         assert not launchers.store.check([ENDED])
     launchers.pass_time(1)
     assert launchers.store.check([ENDED])
@@ -151,23 +181,96 @@ def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:
 def test_a_launcher_that_has_ended_is_not_waited_for(launchers: Launchers) -> None:
     first, second, third = (launchers.come() for _ in range(3))
     launchers.pass_time(1)
+    formed = launchers.membership
     launchers.alive.remove(third)
     launchers.ended.append(third)
-    launchers.wait(first, 1, 0)
-    launchers.wait(second, 1, 1)
+    launchers.wait(first, formed)
+    launchers.wait(second, formed)
     launchers.pass_time(1)
-    assert launchers.membership.machines == (first, second)
+    assert launchers.published.numbers == (first, second)
 
 
 def test_a_launcher_that_gives_signs_of_life_has_not_ended(launchers: Launchers) -> None:
     first, second, third = (launchers.come() for _ in range(3))
     launchers.pass_time(1)
+    formed = launchers.membership
     launchers.ended.append(third)  # a firewall has cut its connection
-    launchers.wait(first, 1, 0)
+    launchers.wait(first, formed)
     launchers.pass_time(2)
-    launchers.wait(second, 1, 1)
+    launchers.wait(second, formed)
     launchers.pass_time(2)
-    assert launchers.membership.machines == (first, second, third)
-    launchers.wait(third, 1, 2)
+    assert launchers.published.numbers == (first, second, third)
+    launchers.wait(third, formed)
     launchers.pass_time(1)
-    assert launchers.membership == Published(2, (first, second, third), "run", launchers.membership.hosts)
+    assert launchers.membership == formed._replace(number=2)
+    assert launchers.published.numbers == (first, second, third)
+
+
+LOST = Membership(4, ("id-a", "id-b", "id-c", "id-d"), "run", ("host-a", "host-b", "host-c", "host-d"))
+
+
+def test_a_new_store_goes_on_with_the_run(launchers: Launchers) -> None:
+    """Machines of the lost one come in any order, and a newcomer among them."""
+    launchers.come(LOST, name="d")
+    launchers.come()
+    launchers.pass_time(5)
+    assert launchers.membership.number == 0
+    assert launchers.here == Here(2, ("host-d",), 4, has_first=False, may_follow=False)
+    assert launchers.here.describe("host-d") == "this machine is 1 of 4"
+    assert launchers.here.describe("host-of-newcomer") == "host-d is 1 of 4"
+    assert launchers.here._replace(hosts=()).describe("host-d") == "none of 4 machines has come"
+    for name in "cb":
+        launchers.come(LOST, name=name)
+    launchers.pass_time(1)
+    assert launchers.membership == Membership(5, ("id-b", "id-c", "id-d"), "run", ("host-b", "host-c", "host-d"))
+    assert (launchers.published.numbers, launchers.published.gone) == ((3, 2, 0), ("host-a",))
+
+
+@pytest.mark.parametrize(
+    ("names", "has_claimed", "right", "text"),
+    [
+        ("cd", False, None, "this machine and host-d are 2 of 4, without the first one"),
+        ("ca", False, Right.FIRST_HALF, "this machine and host-a are 2 of 4"),
+        ("cd", True, Right.OTHER_HALF, "this machine and host-d are 2 of 4, without the first one"),
+    ],
+)
+def test_half_of_the_machines(
+    launchers: Launchers, names: str, has_claimed: bool, right: Right | None, text: str
+) -> None:
+    for name in names:
+        launchers.come(LOST, name=name, has_claimed=has_claimed)
+    assert Here(2, tuple(f"host-{name}" for name in sorted(names)), 4, "a" in names).describe("host-c") == text
+    launchers.pass_time(10)
+    assert launchers.here.may_follow == (right is not None) or launchers.membership.number
+    assert (launchers.published.right if launchers.membership.number else None) == right
+
+
+def test_a_machine_that_connects_again_is_the_same_one(launchers: Launchers) -> None:
+    for name in "abc":
+        launchers.come(name=name)
+    launchers.pass_time(1)
+    first = launchers.membership
+    launchers.alive.remove(1)
+    for name in "bac":
+        launchers.come(first, name=name)
+    launchers.pass_time(1)
+    assert launchers.membership == first._replace(number=2)
+    assert (launchers.published.numbers, launchers.published.gone) == ((4, 3, 5), ())
+
+
+def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:
+    for name, is_candidate in (("a", True), ("b", False), ("c", True)):
+        launchers.come(name=name, is_candidate=is_candidate)
+    launchers.pass_time(1)
+    first = launchers.membership
+    assert launchers.keeper.has_successor("id-a")
+    launchers.wait(2, first, name="c", has_left=True)
+    launchers.pass_time(0.5)
+    assert not launchers.keeper.has_successor("id-a"), "only b stays, which is no candidate"
+    launchers.wait(0, first, name="a", has_left=True)
+    launchers.wait(1, first, name="b")
+    launchers.keeper.hand_over("id-a")
+    assert not launchers.store.check([ENDED])
+    launchers.wait(1, first, name="b", has_left=True)
+    launchers.keeper.stop(lambda: False, gives_up=True)
+    assert launchers.store.get(ENDED).decode() == GIVEN_UP

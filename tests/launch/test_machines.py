@@ -20,7 +20,15 @@ def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Mac
     made = []
     for place in range(count):
         config = LaunchConfig(num_nodes=count, rdzv_conf={"is_host": True}, rdzv_backend="c10d", **fields)
-        rendezvous: Any = SimpleNamespace(is_lasting=is_lasting, alive=lambda: 1)
+        rendezvous: Any = SimpleNamespace(
+            is_lasting=is_lasting,
+            alive=lambda: 1,
+            serves=True,
+            answers=lambda: True,
+            can_leave=lambda: True,
+            expect_to_leave=lambda: None,
+            store_number=1,
+        )
         made.append(Machines(config, rendezvous))
         made[-1].join(store, place, count)
     return made
@@ -55,6 +63,8 @@ def test_news_that_come_while_machines_meet_again_are_not_missed() -> None:
     news = missed()
     assert news is not None
     assert (news.failure.rank, news.goes_on) == (0, False)
+    second.rendezvous.store_number = 2
+    assert missed() is None, "a lost store is not asked"
 
 
 def test_texts_are_gathered_by_place() -> None:
@@ -82,37 +92,35 @@ def test_a_change_is_announced_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "serves", "is_announced"), [(2, False, True), (2, True, False), (None, False, False)]
+    ("least", "can_leave", "is_announced"), [(2, True, True), (2, False, False), (None, True, False)]
 )
 def test_a_machine_leaves_alone_if_enough_stay(
-    monkeypatch: pytest.MonkeyPatch, least: int | None, serves: bool, is_announced: bool
+    monkeypatch: pytest.MonkeyPatch, least: int | None, can_leave: bool, is_announced: bool
 ) -> None:
     first, *_ = channels(3, min_nodes=least)
-    monkeypatch.setattr(first, "_keeps_store", serves)
-    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
+    monkeypatch.setattr(first.rendezvous, "can_leave", lambda: can_leave)
     first.announce_leaving("machine-b")
     expected = Change("machine-b leaves: the run saves and goes on without it", is_joining=False)
     assert first.change() == (expected if is_announced else None)
 
 
 @pytest.mark.parametrize(
-    ("least", "count", "serves", "waiting", "expected"),
+    ("least", "count", "can_leave", "waiting", "expected"),
     [
-        (2, 3, False, 1, True),
-        (2, 3, False, 0, False),
-        (2, 2, False, 1, False),
-        (2, 3, True, 1, False),
-        (None, 3, False, 1, False),
+        (2, 3, True, 1, True),
+        (2, 3, True, 0, False),
+        (2, 2, True, 1, False),
+        (2, 3, False, 1, False),
+        (None, 3, True, 1, False),
     ],
 )
 def test_a_machine_is_replaced_if_enough_stay_and_one_waits(
-    monkeypatch: pytest.MonkeyPatch, least: int | None, count: int, serves: bool, waiting: int, expected: bool
+    monkeypatch: pytest.MonkeyPatch, least: int | None, count: int, can_leave: bool, waiting: int, expected: bool
 ) -> None:
     first, *_ = channels(3, min_nodes=least)
     first.rendezvous.waiting = lambda: waiting  # type: ignore[method-assign]
-    monkeypatch.setattr(first, "_keeps_store", serves)
+    first.rendezvous.can_leave = lambda: can_leave  # type: ignore[method-assign]
     monkeypatch.setattr(first, "_count", count)
-    monkeypatch.setattr("trainer_kit.launch.machines.answers", lambda *address: True)
     assert first.can_be_replaced() == expected
 
 

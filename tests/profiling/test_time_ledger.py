@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_kit.profiling import time_ledger
+from trainer_kit.profiling.memberships import Members
 from trainer_kit.profiling.time_ledger import Ledger
 
 
@@ -99,6 +100,70 @@ def test_the_sum_is_the_time_that_passed(path: list[tuple[str, int]], behind: in
             book.seconds()
     clock.come_to = clock.now
     assert book.wall() == sum(seconds for _, seconds in path)
+
+
+ACTIVITIES = ("forward", "backward", "optimizer", "data", "regroup")
+PIECES = st.lists(
+    st.tuples(
+        st.integers(1, 8),  # processes of a membership
+        st.lists(st.tuples(st.sampled_from(ACTIVITIES), st.integers(0, 20)), max_size=6),
+        st.sampled_from(["in the process", "new processes", "rollback"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(PIECES, st.integers(0, 9), st.integers(0, 9))
+def test_machines_that_are_missing_are_missing_from_the_goodput(
+    pieces: list[tuple[int, list[tuple[str, int]], str]], lost: int, down: int
+) -> None:
+    """Against sums by hand, over memberships that follow in the process, from a checkpoint, and after a rollback."""
+    clock, book, full = Clock(), Ledger(), 8
+    book.keep_time_by(clock)
+    book._seconds.clear()
+    book.memberships.record(Members(1, full, "launch", 1))
+    useful = total = missing = 0.0
+    part = 1.0
+    for number, (processes, path, change) in enumerate(pieces, start=2):
+        members, saved = Members(1, processes, "launch", number), book.state_dict()
+        kept = useful, total, missing
+        if change == "new processes":
+            clock, book = Clock(), Ledger()
+            book.keep_time_by(clock)
+            book._seconds.clear()
+            book.started = saved["time"] + lost + down
+            clock.now = clock.come_to = 7.0  # of setup
+            book.go_on(saved, lost=lost)
+            total, missing = total + lost + down + 7, missing + lost * (1 - part) + 7 * (1 - processes / full)
+            book.memberships.record(members)
+            book.resize(since_start=True)
+        else:
+            book.memberships.record(members, in_process=True)
+            book.resize()
+        part = processes / full
+        for activity, seconds in path:
+            book.enter(activity)
+            clock.now = clock.come_to = clock.now + seconds
+            useful += seconds * part * (activity in time_ledger.USEFUL)
+            total, missing = total + seconds, missing + seconds * (1 - part)
+            book.enter("loop")
+        if change == "rollback":
+            book.go_back(saved)
+            useful = kept[0]  # the time has passed, and machines were missing in it
+        assert book.wall() == pytest.approx(total, abs=1e-9)
+        assert book.reduced() == pytest.approx(missing, abs=1e-9)
+        assert book.goodput() * max(total, 1e-9) == pytest.approx(useful, abs=1e-9)
+        assert -1e-12 <= book.goodput() <= 1 + 1e-12
+        assert book.reduced() <= book.wall() + 1e-9
+
+
+def test_a_run_whose_machines_stay_has_the_share_of_its_steps(book: Ledger, clock: Clock) -> None:
+    book.enter("forward")
+    clock.come_to = clock.now = 3.0
+    book.enter("saving")
+    clock.come_to = clock.now = 4.0
+    assert (book.goodput(), book.reduced(), book.missing()) == (0.75, 0.0, {})
 
 
 def test_a_restart_finds_lost_work_and_the_time_it_was_down(book: Ledger, clock: Clock) -> None:

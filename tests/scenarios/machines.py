@@ -123,6 +123,18 @@ class Machines:
     def mend(self, number: int = 1) -> None:
         _ip("-n", self.names[number], "link", "set", INTERFACE, "up")
 
+    def split(self, count: int) -> None:
+        """Joins the first machines by a switch of their own, out of reach of the others."""
+        _ip("-n", self.switch, "link", "add", "second", "type", "bridge")
+        _ip("-n", self.switch, "link", "set", "second", "up")
+        for number in range(count):
+            _ip("-n", self.switch, "link", "set", f"port{number}", "master", "second")
+
+    def rejoin(self, count: int) -> None:
+        """Joins them to the others again."""
+        for number in range(count):
+            _ip("-n", self.switch, "link", "set", f"port{number}", "master", "switch")
+
     def start(self, number: int, *words: str | Path, preloaded: bool = True, **environment: str) -> Command:
         """Starts a command of this Python on a machine; a `preloaded` one has imported torch before."""
         settings = {

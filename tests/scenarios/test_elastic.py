@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -12,86 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import machine_task, task
-from scenarios.machines import ADDRESSES, HOSTS, Command, Ended, Machines, finish, made_machines, why_not
+from scenarios.elastic import Elastic
+from scenarios.machine_chaos import rage
+from scenarios.machines import ADDRESSES, HOSTS, Ended, finish, made_machines, why_not
+
+from trainer_kit.callbacks import read_log
 
 PREVENTED = why_not()
 pytestmark = [pytest.mark.scenario, pytest.mark.slow, pytest.mark.skipif(PREVENTED is not None, reason=str(PREVENTED))]
-
-TASK = Path(machine_task.__file__)
-EPOCHS = 2
-
-
-class Elastic:
-    """A training of 2 to 3 machines that counts how often it trains each sample.
-
-    Args:
-        machines: Where it trains.
-        folder: A folder that all of them see.
-    """
-
-    def __init__(self, machines: Machines, folder: Path) -> None:
-        self.machines = machines
-        self.run, self.marks = folder / "run", folder / "marks"
-        self.marks.mkdir(parents=True)
-        self.commands: list[Command] = []
-
-    def start(
-        self,
-        number: int,
-        nodes: str = "2:3",
-        timeout: int = 60,
-        pause: float = 0.3,
-        preloaded: bool = True,
-        dies: str = "never",
-        model: str = "counts",
-        batch_size: int = 2,
-        slow: str = "",
-    ) -> Command:
-        place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", ADDRESSES[0]]
-        limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--cpu"]
-        options = ["--model", model, "--batch-size", str(batch_size), "--pause", str(pause), "--marks", self.marks]
-        options += ["--dies", HOSTS[2], dies] if dies != "never" else []
-        options += ["--slow", slow] if slow else []
-        words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
-        self.commands.append(self.machines.start(number, *words, preloaded=preloaded))
-        return self.commands[-1]
-
-    def start_all(self, **changes: Any) -> list[Command]:
-        commands = [self.start(number, **changes) for number in range(3)]
-        self.wait_for_step(5, commands[0])
-        return commands
-
-    def wait_for_step(self, step: int, command: Command) -> None:
-        end = time.monotonic() + 120
-        while not any(int(mark.name.rpartition("-")[2]) >= step for mark in self.marks.iterdir()):
-            assert command.is_running(), command.err.read_text()
-            assert time.monotonic() < end, command.err.read_text()
-            time.sleep(0.02)
-
-    def wait_for_text(self, text: str, command: Command) -> None:
-        end = time.monotonic() + 120
-        while text not in command.err.read_text():
-            assert command.is_running(), command.err.read_text()
-            assert time.monotonic() < end, command.err.read_text()
-            time.sleep(0.02)
-
-    def processes(self) -> set[int]:
-        """IDs of all processes that have taken a step."""
-        return {int(mark.read_text()) for mark in self.marks.iterdir()}
-
-    def check(self, *ended: Ended) -> None:
-        """Each sample of each epoch was trained once."""
-        for each in ended:
-            assert each.code == 0, each.err
-            weights = json.loads(each.out)["weights"]
-            assert weights == [-float(EPOCHS)] * task.SAMPLES, each.err
 
 
 @pytest.fixture
 def elastic(tmp_path: Path) -> Iterator[Elastic]:
     with made_machines(tmp_path, 3) as machines:
         yield Elastic(machines, tmp_path / "shared")
+
+
+def began(elastic: Elastic) -> float:
+    """Time at which the run began."""
+    return float(read_log(elastic.run / "log.jsonl")[0]["began"])
 
 
 @pytest.mark.parametrize("moment", ["step", "exchange", "save"])
@@ -106,6 +46,19 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
     assert "; restart " not in ended[0].err + ended[1].err, "it is no failure"
     assert not list(elastic.run.glob("crash*"))
+    (lost,) = elastic.memberships()
+    sizes = [lost[name] for name in ("machines_before", "machines", "processes_before", "processes")]
+    assert (sizes, lost["lost"], lost["joined"]) == ([3, 2, 3, 2], [HOSTS[2]], [])
+    again = int(moment != "step")
+    assert (lost["number"], lost["step"], lost["again"], lost["in_process"]) == (2, 6, again, True)
+    assert 0 < lost["pause"] < 30
+    assert lost["cause"]
+    line = next(line for line in ended[0].err.splitlines() if "finished: " in line)
+    assert f"1 machine lost, {lost['pause']:.2g} s of regrouping, {again} step" in line
+    summary = next(record for record in read_log(elastic.run / "log.jsonl") if "wall_seconds" in record)
+    missing = 1 / 3 * (1 - (lost["time"] - began(elastic)) / summary["wall_seconds"])
+    assert summary["reduced_seconds"] / summary["wall_seconds"] == pytest.approx(missing, abs=0.05)
+    assert summary["seconds/regroup"] == pytest.approx(lost["pause"], rel=0.1, abs=0.1)
 
 
 def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:
@@ -151,6 +104,10 @@ def test_a_killed_machine_comes_back(elastic: Elastic) -> None:
     elastic.check(*ended)
     assert "3 processes keep 6 samples a step: 2 each instead of 3" in ended[0].err
     assert f"{HOSTS[2]} has joined: 3 of 3 machines go on" in ended[1].err
+    lost, joined = elastic.memberships()
+    assert (lost["lost"], lost["processes"], joined["joined"], joined["processes"]) == ([HOSTS[2]], 2, [HOSTS[2]], 3)
+    assert (joined["again"], joined["in_process"]) == (0, False)
+    assert "1 machine lost, 1 came again, " in ended[0].err
     assert "; restart " not in ended[0].err + ended[1].err
 
 
@@ -193,6 +150,78 @@ def test_a_machine_leaves_when_told(elastic: Elastic) -> None:
     left = first.err.partition("left at step ")[2].split()[0]
     assert f"checkpoint-{left} at step {left} of" in first.err, "nothing is done twice"
     assert "; restart " not in first.err + third.err, "it is no failure"
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[Elastic]:
+    with made_machines(tmp_path, 4) as machines:
+        yield Elastic(machines, tmp_path / "shared")
+
+
+def test_the_next_candidate_serves_the_store(four: Elastic) -> None:
+    """Both that served it are killed in turn, the first with the main process, which was writing a checkpoint."""
+    four.candidates = 3
+    commands = four.start_all(nodes="1:4", pause=0.1, dies="save", victim=0)
+    four.wait_for_text("went on with 3 processes instead of 4 at step 6", *commands[1:])
+    four.machines.kill(1)
+    ended = finish(*commands[2:])
+    four.check(*ended)
+    assert any("went on with 2 processes instead of 3 at step" in each.err for each in ended)
+    assert all(f"{HOSTS[1]} is gone: 2 of 4 machines go on" in each.err for each in ended)
+    assert len(four.processes()) == 4, "no process was started a second time"
+    assert {json.loads(each.out)["pid"] for each in ended} < four.processes()
+    steps = {record["step"] for record in read_log(four.run / "log.jsonl") if "learning_rate" in record}
+    last = json.loads(ended[0].out)["step"]
+    assert last in steps
+    assert len(steps) >= last - 4, "a new main process logs, but for the steps whose losses were lost"
+    manifest = json.loads((four.run / f"checkpoint-{last}" / "manifest.json").read_text())
+    assert (manifest["membership"], manifest["world_size"]) == (3, 2)
+    assert {each.name.partition("-")[2][0] for each in four.run.glob(".membership-*")} == {"2", "3"}
+    assert not list(four.run.glob(".staging-*"))
+
+
+def test_a_split_network_trains_on_one_side(tmp_path: Path) -> None:
+    """The machines of each side reach one another, each side can serve a store, and would go on in its processes.
+
+    Two runs at the same time, since they mostly wait: one in a shared folder, one on disks of the machines.
+    """
+    reasons = {"shared": "belongs to membership 2 of this run", "own": "is not the folder of the last main process"}
+    with contextlib.ExitStack() as stack:
+        runs = dict[str, Elastic]()
+        for name in reasons:
+            (tmp_path / name).mkdir()
+            machines = stack.enter_context(made_machines(tmp_path / name, 4))
+            runs[name] = Elastic(machines, tmp_path / name / "shared")
+            runs[name].candidates = 4
+        runs["own"].run = Path("run")
+        for run in runs.values():
+            for number in range(4):
+                run.start(number, nodes="1:4", pause=0.2, timeout=8, heartbeat=3, last_call=1)
+        for run in runs.values():
+            run.wait_for_step(5, run.commands[0])
+            run.machines.split(2)
+        for name, run in runs.items():
+            check_split(run, finish(*run.commands), reasons[name])
+        for disk in runs["own"].machines.disks[1:]:
+            assert not list((disk / "run").glob("checkpoint-*")), "the first machine has them"
+
+
+def check_split(run: Elastic, ended: list[Ended], reason: str) -> None:
+    """One side has trained each sample once, the other one has ended without another step or checkpoint."""
+    sides = [{each.code for each in ended[:2]}, {each.code for each in ended[2:]}]
+    assert sorted(map(sorted, sides)) == [[0], [75]], [each.err for each in ended]
+    goes_on = sides.index({0}) * 2
+    right, wrong = ended[goes_on : goes_on + 2], ended[2 - goes_on : 4 - goes_on]
+    run.check(*right)
+    assert {json.loads(each.out)["pid"] for each in right} < run.processes()
+    assert len(run.processes()) == 4, "no process was started a second time"
+    for each in wrong:
+        assert ": the others may be going on; stopped, start again to join them" in each.err
+        assert reason in each.err
+        assert "went on with" not in each.err
+        assert "this process is the main one now" not in each.err
+    if run.run.is_absolute():
+        assert "exception" not in {record["event"] for record in read_log(run.run / "log.jsonl")}, "others own the log"
 
 
 @pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)
@@ -246,3 +275,8 @@ def test_a_frozen_machine_is_left_behind(elastic: Elastic) -> None:
     elastic.wait_for_text("went on with 2 processes instead of 3", commands[0])
     subprocess.run(["kill", "-CONT", *found], check=True)
     elastic.check(*finish(*commands))
+
+
+def test_whenever_machines_are_lost_each_sample_is_used_once(tmp_path: Path) -> None:
+    """See `machine_chaos`, which runs longer by hand."""
+    rage(tmp_path, kills=4, seed=1)

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from trainer_kit.config import environment
+from trainer_kit.errors import CutOffError, LostProcessError
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.single import SingleDevice
+from trainer_kit.utils.membership_claim import read_claim
 
 
 @pytest.fixture
@@ -71,3 +74,20 @@ def test_a_single_process_writes_alone(session: Session, tmp_path: Path) -> None
     for call in (lambda: session.send_to_main("key", "text"), lambda: session.receive("key", 1)):
         with pytest.raises(NotImplementedError, match="single process"):
             call()
+
+
+def test_a_claim_is_reported_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, progress = Session(Collectives()), tmp_path / "progress"
+    with session.reporting_claim():
+        pass  # no launcher
+    monkeypatch.setenv(environment.PROGRESS_FILE, str(progress))
+    monkeypatch.setenv(environment.MEMBERSHIP, "run/3/2/0")
+    with session.reporting_claim():
+        assert read_claim(progress) == (0, False)
+    assert read_claim(progress) == (3, True)
+    with pytest.raises(LostProcessError), session.reporting_claim():
+        raise LostProcessError("the main process may hold it")
+    assert read_claim(progress) == (3, True)
+    with pytest.raises(CutOffError), session.reporting_claim():
+        raise CutOffError("others hold it")
+    assert read_claim(progress) == (3, False)

@@ -21,8 +21,9 @@ from scenarios.task import make_trainer
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import read_log
 from trainer_kit.checkpoint.format import commit
-from trainer_kit.errors import FolderInUseError
+from trainer_kit.errors import CutOffError, FolderInUseError
 from trainer_kit.utils import run_lock
+from trainer_kit.utils.membership_claim import MembershipPlace
 from trainer_kit.utils.run_lock import NAME, RunLock, holder_of
 
 HERE = Path(__file__).parents[1]
@@ -271,39 +272,6 @@ def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     lock.release()
 
 
-def dead_here(folder: Path) -> None:
-    """A lock that a process of this machine has left behind."""
-    path = lock_of_another_machine(folder, host=socket.gethostname())
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"process": 2**22 + 1, "started": "1"}))
-
-
-@pytest.mark.parametrize("has_links", [True, False])
-def test_a_late_remover_leaves_the_new_lock_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
-) -> None:
-    """It saw the dead one; meanwhile another start has taken the folder."""
-    if not has_links:
-        monkeypatch.setattr(os, "link", no_links)
-    dead_here(tmp_path)
-    seen = run_lock._look(tmp_path / NAME)
-    assert seen is not None
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    before = json.loads((tmp_path / NAME).read_text())["token"]
-    run_lock._remove(tmp_path / NAME, seen)
-    monkeypatch.setattr(run_lock, "_look", lambda path, real=run_lock._look: seen if path.name == NAME else real(path))
-    run_lock._remove(tmp_path / NAME, seen)  # as if it looked just before
-    monkeypatch.undo()
-    assert json.loads((tmp_path / NAME).read_text())["token"] == before
-    lock.confirm()
-    lock.release()
-    assert os.listdir(tmp_path) == []
-
-
-def no_links(*paths: Any) -> None:
-    raise PermissionError("no hard links here")
-
-
 def test_a_lock_is_never_there_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
@@ -490,11 +458,14 @@ def test_one_that_replaced_itself_takes_its_own_lock_again(tmp_path: Path) -> No
 
 def test_a_lock_is_renewed_for_a_later_membership(tmp_path: Path) -> None:
     """A later membership may take the lock over from the earlier one, but not the earlier one from the later."""
-    lock = RunLock(tmp_path, membership=("run", 9))
-    lock.acquire()
-    lock.renew(("run", 10))
+    lock = RunLock(tmp_path, membership=MembershipPlace("run", 9))
+    lock.renew(MembershipPlace("run", 9))
+    lock.renew(MembershipPlace("run", 10, 9))
     assert json.loads((tmp_path / NAME).read_text())["membership"] == ["run", 10]
-    lock.renew(("run", 9))
-    assert json.loads((tmp_path / NAME).read_text())["membership"] == ["run", 9], "a shorter content"
+    with pytest.raises(CutOffError, match="belongs to membership 10 of this run"):
+        RunLock(tmp_path).renew(MembershipPlace("run", 10, 9))
+    lock.confirm()
+    lock.renew(None)
+    assert json.loads((tmp_path / NAME).read_text())["membership"] is None, "a shorter content"
     lock.release()
     assert not (tmp_path / NAME).exists()

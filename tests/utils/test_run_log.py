@@ -22,6 +22,25 @@ def at(step: int, event: str = "log", **values: Any) -> dict[str, Any]:
     return {"event": event, "time": 1.7e9 + step, "step": step, **values}
 
 
+def test_work_after_a_checkpoint_is_found(tmp_path: Path) -> None:
+    """Of two starts that both resumed from step 6, and a pause of 5 s between them."""
+    change = at(8, "membership", number=2)
+    path = write(
+        tmp_path / "log.jsonl", at(0, "start"), at(5), at(6, "save"), at(8), change | {"time": 1.7e9 + 8.5}, at(9),
+        at(6, "start") | {"time": 1.7e9 + 15, "began": 1.7e9 + 14}, at(7) | {"time": 1.7e9 + 17},
+    )  # fmt: skip
+    work = run_log.logged_after(path, 1.7e9 + 6, 6)
+    assert (work.seconds, work.steps) == (3 + 3, 3 + 1)
+    assert [each["number"] for each in work.memberships] == [2]
+    assert run_log.logged_after(path, 1.7e9 + 99, 6) == (0.0, 0, [])
+    assert run_log.logged_after(tmp_path / "none.jsonl", 0.0, 6) == (0.0, 0, [])
+
+
+def test_a_rollback_is_no_work_done_again_by_a_restart(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.jsonl", at(8), at(6, "rollback") | {"time": 1.7e9 + 9}, at(10))
+    assert run_log.logged_after(path, 1.7e9 + 5, 5).steps == 4
+
+
 def test_only_the_newest_way_through_the_steps_stands(tmp_path: Path) -> None:
     """Against the rule said plainly: a start or a rollback takes away what is there of later steps."""
     chance, records, plain = random.Random(0), [], []

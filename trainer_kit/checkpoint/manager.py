@@ -25,6 +25,7 @@ from trainer_kit.checkpoint.compatibility import (
     fitting_optimizer_state,
     load_scheduler,
     report_changes,
+    restore_stateful,
 )
 from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
 from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
@@ -46,6 +47,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.run_length import RunLength, make_plan
 from trainer_kit.data.source import data_length, data_source, order_facts
+from trainer_kit.errors import CutOffError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
@@ -77,6 +79,7 @@ class CheckpointManager:
         source: `resumed_from`, or a copy that this process can read.
         saver: Writer of the checkpoints.
         lock: Lock of the output folder, held on the main process.
+        has_taken_folder: Whether this is the main process and has taken in what was in the folder.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
     """
 
@@ -88,9 +91,10 @@ class CheckpointManager:
         self.data_state: dict[str, Any] | None = None
         self.shifts_labels: bool | None = None
         self.resumed_from: Path | None = None
-        self.lock = RunLock(self.folder, membership=environment.membership())
-        self.saver = AsyncSaver(run, self._is_of_this_run, self.lock.confirm)
+        self.lock = RunLock(self.folder)
+        self.saver = AsyncSaver(run, self.is_of_this_run, self.lock.confirm)
         self.metric: tuple[int, float] | None = None
+        self.has_taken_folder = False
         self._plan: RunLength | None = None
         self._made: list[Path] = []  # folders that this start created
         self._starts_again = False  # whether the caller requested a resume
@@ -125,13 +129,15 @@ class CheckpointManager:
         return self.resumed_from.with_name(here.name)
 
     def lock_folder(self) -> None:
-        """Create and lock the folder, before any other write there. Collective.
+        """Create and lock the folder for this membership of the run, before any other write there. Collective.
 
         Raises:
             FolderInUseError: If another training holds the folder.
+            CutOffError: If another membership of this elastic run owns the folder.
             ValueError: If the folder cannot be written.
         """
-        self.run.strategy.collectives.on_main(self._lock_folder)
+        with self.run.strategy.session.reporting_claim():
+            self.run.strategy.collectives.on_main(self._lock_folder)
 
     def find(self, request: bool | str | Path | None) -> None:
         """Find the requested checkpoint and restore its counters. Collective.
@@ -201,15 +207,16 @@ class CheckpointManager:
             check_optimizer_state(run.optimizer)
         if directory is not None:
             self._load(directory)
-            ledger = read_ledger(directory)
             assert self.resumed_from is not None
-            log = self.resumed_from.with_name(LOG)
-            run.ledger.go_on(ledger, run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"])))
+            ledger, log = read_ledger(directory), self.resumed_from.with_name(LOG)
+            work = run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"], run.state.step))
+            run.ledger.go_on(ledger, *work)
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
             logger.info("resumed from %s at step %d of %d", self.resumed_from, run.state.step, run.total_steps)
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
+        self.run_id = run.strategy.collectives.broadcast(self.run_id)  # any process may become the main one
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
@@ -219,7 +226,9 @@ class CheckpointManager:
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         make_writable_folder(self.folder)
         try:
-            self.lock.acquire()
+            self.lock.renew(environment.membership())
+        except CutOffError:
+            raise
         except OSError as error:
             raise ValueError(f"output_dir={str(self.folder)!r} cannot be written: {error}") from error
 
@@ -239,6 +248,7 @@ class CheckpointManager:
         records = [] if goes_on else records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
+        self.has_taken_folder = True
 
     def rollback(self) -> Path | None:
         """Restore the run from its newest valid checkpoint. Collective.
@@ -274,7 +284,7 @@ class CheckpointManager:
             run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
-        _restore_stateful(run, directory)
+        restore_stateful(run, directory)
 
     def _load_weights(self, directory: Path, is_verified: bool) -> None:
         strategy = self.run.strategy
@@ -391,9 +401,9 @@ class CheckpointManager:
         known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
         if self.resumed_from.parent.resolve() == self.folder.resolve():
             return known
-        return [each for each in known if self._is_of_this_run(self.folder / each.name)]
+        return [each for each in known if self.is_of_this_run(self.folder / each.name)]
 
-    def _is_of_this_run(self, directory: Path) -> bool:
+    def is_of_this_run(self, directory: Path) -> bool:
         return is_of_run(directory, "trainer", self.run_id)
 
 
@@ -433,18 +443,3 @@ def check_storable(run: Run) -> None:
             refuse_unstorable(name, tensor)
         except (TypeError, ValueError) as error:
             raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
-
-
-def _restore_stateful(run: Run, directory: Path) -> None:
-    for name, entry in run.stateful.items():
-        state = read_state(directory, name)
-        if state is None:
-            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
-            continue
-        try:
-            entry.load_state_dict(state)
-        except Exception as error:
-            raise ValueError(
-                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
-                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
-            ) from error

@@ -46,7 +46,8 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "machines; 2:4 goes on with 2 to 4 of them when "
                    "some are lost or come"}),
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
-    ("master-addr", {"metavar": "ADDRESS", "help": "name or address of machine 0"}),
+    ("master-addr", {"metavar": "ADDRESS[,...]", "help": "name or address of machine 0; several with MIN:MAX, of which "
+                     "the first that is left serves the store"}),
     ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
     ("max-restarts", {"type": _restarts, "metavar": "N|N/TIME", "help": "restart N times after failures, then while it "
                       "gets on; 5/1h: while fewer than 5 came before within an hour (default with MIN:MAX)"}),
@@ -74,9 +75,12 @@ _OTHER_NAMES = {
     "config_file": "config",
     "use_fsdp": "fsdp",
 }
+
+CUT_OFF = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_CODES = {
     0: "all processes ended well",
     1: "a process failed; it is the code of that process, or 128 + S if signal S ended it, such as 137 for SIGKILL",
+    CUT_OFF: "the other machines of an elastic run may be going on without this one; start it again to join them",
     130: "the processes left after Ctrl-C",
     143: "the processes left after SIGTERM or SIGUSR1; start them again to resume",
 }
@@ -110,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Start the script and return 0, the exit code of the failed rank, or 143 or 130 after a signal."""
     quiet_cpp_logs()  # read when torch is imported, which comes next
-    from trainer_kit.errors import ProcessesLeft, ProcessFailed
+    from trainer_kit.errors import CutOffError, ProcessesLeft, ProcessFailed
     from trainer_kit.launch.processes import PREFIX, Logs, planned, run_processes, set_variables
 
     if options.gpu_ids not in (None, "all"):
@@ -129,6 +133,9 @@ def run(options: argparse.Namespace) -> int:
         run_processes(config, sys.executable, words, logs=logs, say=say, remedy=remedy)
     except ProcessesLeft as error:
         return error.exit_code
+    except CutOffError as error:
+        say(str(error))
+        return CUT_OFF
     except ProcessFailed as error:
         sys.stdout.flush()
         say(str(error))

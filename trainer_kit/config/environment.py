@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer_kit.utils.membership_claim import MembershipPlace
+
 # Variables that configure torch, its libraries and its backends.
 _SETTING_PREFIXES = (
     "CUDA_", "GLOO_", "LIBTPU_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "OMPI_COMM_", "OMP_", "PJRT_", "PYTORCH_",
@@ -407,10 +409,13 @@ def is_elastic() -> bool:
     return os.environ.get(ELASTIC) == "1"
 
 
-def membership() -> tuple[str, int] | None:
-    """Return the elastic run's unique ID and the number of this start's membership; None for any other run."""
-    run, slash, number = os.environ.get(MEMBERSHIP, "").partition("/")
-    return (run, int(number)) if slash else None
+def membership() -> MembershipPlace | None:
+    """Return the membership of this start; None if the run is not elastic."""
+    text = os.environ.get(MEMBERSHIP, "")
+    if not text:
+        return None
+    run, number, after, needs_claim = text.split("/")
+    return MembershipPlace(run, int(number), int(after), needs_claim == "1")
 
 
 def take_place(variables: Mapping[str, str]) -> None:

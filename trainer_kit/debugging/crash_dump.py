@@ -28,7 +28,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import MicroBatch, TrainLoader
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.debugging.nonfinite import Diagnosis, Work, diagnose
-from trainer_kit.errors import DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
+from trainer_kit.errors import CutOffError, DataError, FolderInUseError, NonFiniteError, SaveError, WorkerError
 from trainer_kit.loss.loss import Loss
 from trainer_kit.run import Run
 from trainer_kit.utils.pruning import is_pruned
@@ -126,7 +126,7 @@ class CrashDump:
 
     def _is_elsewhere(self, error: Exception) -> bool:
         """Return whether the cause is not in this process's step."""
-        if isinstance(error, (SaveError, FolderInUseError)) or is_pruned(error):
+        if isinstance(error, (SaveError, FolderInUseError, CutOffError)) or is_pruned(error):
             return True
         if self.run.strategy.collectives.is_alone:
             return False

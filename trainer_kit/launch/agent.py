@@ -124,27 +124,27 @@ class Agent(LocalElasticAgent):
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
                 told = [json.loads(text) for text in self._machines.gather(json.dumps(words))]
                 break
-            except (DistStoreError, DistNetworkError):  # a machine was lost between the meeting and this exchange
+            except (DistStoreError, DistNetworkError):  # a machine or the store was lost after the meeting
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
-        starts, histories, left, places = zip(*told, strict=True)
+        starts, histories, left = zip(*told, strict=True)
         self._failures.merge(histories)
-        # The main process holds the folder and the logs: without it all start again.
-        self._stays = left[0] != "" and len(set(left)) == 1 and places[0] == 0
+        self._stays = left[0] != "" and len(set(left)) == 1
+        rendezvous.confirm()
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
         self._starts = max(rendezvous.starts, *starts)
         self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
-    def _words(self) -> tuple[int, list[float], str, int]:
+    def _words(self) -> tuple[int, list[float], str]:
         """Return what the other machines need to know of this one.
 
-        That is the number of earlier starts of its ranks, the ages of failures, the membership that the ranks have left
-        while they wait for a new place ("" if they do not), and this machine's place in it.
+        That is the number of earlier starts of its ranks, the ages of failures, and the membership that the ranks have
+        left while they wait for a new place ("" if they do not).
         """
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
         left = self._machines.rendezvous.membership if self._are_waiting() else ""
-        return starts, self._failures.ages(), left, self._worker_group.group_rank or 0
+        return starts, self._failures.ages(), left
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
@@ -379,6 +379,10 @@ class Agent(LocalElasticAgent):
 
     def _end_after(self, failure: Failure | None) -> RunResult:
         """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
+        if self._machines.rendezvous.is_outvoted():
+            if failure is not None:
+                self._say(failure.error.partition("CutOffError: ")[2] or failure.report().message)
+            return self._end(goes_on=True)
         if self._is_changing():
             if failure is not None:  # since others have left before it
                 self._say(failure.report().message)

@@ -57,8 +57,10 @@ class LaunchConfig:
         min_nodes: Smallest number of machines with which the run starts and goes on when others are lost; None for
             `num_nodes`. Further machines join while it runs.
         node_rank: Number of this machine, from 0.
-        master_addr: Name or address of machine 0, as the other machines reach it.
-        master_port: Its port for the rendezvous; 0 for a free one, or 29500 with several machines.
+        master_addr: Name or address of machine 0, as the other machines reach it. With `min_nodes` several, such as
+            "node1,node2,node3": the first one serves the store that machines meet at, and if it is lost, the next one
+            that is left.
+        master_port: Port of the rendezvous there; 0 for a free one, or 29500 with several machines.
         max_restarts: How often the processes are restarted after a failure, such as 3. Further restarts require that
             the last start has written a newer checkpoint. "5/1h": as long as fewer than 5 failures came before within
             an hour (units s, m, h, d). 0: never. None for 0, or "5/1h" with `min_nodes`. A machine that joins, or
@@ -123,6 +125,11 @@ class LaunchConfig:
                     "machines; give a smaller one, such as --num-nodes 2:4"
                 )
             self.rdzv_backend = "c10d"
+        if not all(self.candidates) or (len(self.candidates) > 1 and self.min_nodes is None):
+            raise ValueError(
+                f"master_addr={self.master_addr!r} is not allowed; give one address, or with a range such as "
+                "--num-nodes 2:4 several, separated by commas"
+            )
         if self.node_rank >= self.num_nodes and self.min_nodes is None:
             raise ValueError(
                 f"node_rank={self.node_rank} is not allowed; with num_nodes={self.num_nodes} the machines have the "
@@ -141,6 +148,11 @@ class LaunchConfig:
                 "fsdp=True (--fsdp) and tpu=True (--tpu) contradict each other; on TPUs, give the Trainer "
                 "strategy=XLA(fsdp=True)"
             )
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Addresses of the machines that can serve the store, in order."""
+        return tuple(self.master_addr.split(","))
 
     @property
     def port(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import socket
-import threading
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -19,81 +20,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from trainer_kit.config import environment
+from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import (
-    ENDED,
-    HERE,
-    MACHINES,
-    MEMBERSHIP,
-    PRESENCE,
-    Keeper,
-    Published,
-    beat_key,
-    machine_key,
-)
-from trainer_kit.launch.presence import Presence, be_present
+from trainer_kit.launch.keeper import ENDED, GIVEN_UP, HERE, MEMBERSHIP, PRESENCE, Facts, Here, Keeper, Published
+from trainer_kit.launch.link import Link, published_at
+from trainer_kit.launch.membership import Membership, Right
+from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.rendezvous import Waiting
-from trainer_kit.launch.store import answers, connect_store, keeps_store, serve_store
+from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_free_port, serve_store
+from trainer_kit.utils.membership_claim import read_claim
 from trainer_kit.utils.units import format_duration
 
 _LOOK_SECONDS = 1.0
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to exchange their first words
-
-
-class Link:
-    """A machine's connection to the store, with its signs of life.
-
-    Args:
-        address: Address of the store.
-        port: Port of the store.
-        run_id: Name of the run.
-        interval: Seconds between two signs of life.
-        serves: Whether this machine serves the store, so that it arrives first.
-
-    Attributes:
-        store: Client of the store.
-        number: Number of this machine, in order of arrival.
-        tcp_store: The same client, without the prefix of the run.
-    """
-
-    def __init__(self, address: str, port: int, run_id: str, interval: float, serves: bool) -> None:
-        self.tcp_store: TCPStore = connect_store(address, port)
-        self.store: Store = PrefixStore(run_id, self.tcp_store)
-        presence = 0 if serves else int(self.store.get(PRESENCE))  # set when the first machine has its number
-        self.number: int = self.store.add(MACHINES, 1) - 1
-        self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
-        self._interval = interval
-        self._done = threading.Event()
-        self._beats.add(beat_key(self.number), 1)
-        self._presence = None if serves else be_present(address, presence, self.number)
-        self._thread = threading.Thread(target=self._beat, name="trainer_kit signs of life", daemon=True)
-        self._thread.start()
-
-    def announce(self, last: Published, place: int, has_left: bool = False) -> None:
-        """Write what the keeper needs to know of this machine.
-
-        Args:
-            last: Its last membership.
-            place: Its place in that membership.
-            has_left: Whether it has left the run.
-        """
-        facts = [socket.gethostname(), last.number, place, last.run, has_left]
-        self.store.set(machine_key(self.number), json.dumps(facts))
-
-    def is_alive(self) -> bool:
-        """Return whether this machine can give signs of life."""
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Give no more signs of life."""
-        self._done.set()
-        if self._presence is not None:
-            self._presence.close()
-
-    def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            while not self._done.wait(self._interval):
-                self._beats.add(beat_key(self.number), 1)
+_GOING_ON = "the others may be going on; stopped, start again to join them"
+_TAKEN = "other machines hold the output folder and go on without this one"
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -101,7 +43,8 @@ class ElasticRendezvous(RendezvousHandler):
 
     The machine that serves the store decides who trains together (see `Keeper`). Machines that stay keep their order,
     so that the main process stays where it is; those that join come last. A machine that is too many waits until it is
-    needed.
+    needed. If the store is lost, the first candidate that is left serves the next one. Only the first candidate of all
+    serves a store for a new run: another one that is started again joins what is there.
 
     Unlike torch's dynamic rendezvous, it compares no clocks of different machines, which may be seconds apart, and
     takes a machine that comes again with the same address and process ID for a new one.
@@ -114,8 +57,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     Attributes:
         starts: Number of earlier memberships.
-        membership: ID of the run and number of the membership, such as "5f0c/3".
+        membership: The membership for the ranks, see `environment.membership`.
         is_lasting: Whether the store outlives a restart of the ranks.
+        store_number: Number of stores that this machine has met the others at.
     """
 
     is_lasting = True
@@ -124,23 +68,38 @@ class ElasticRendezvous(RendezvousHandler):
         self, config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
     ) -> None:
         self._config = config
+        self._candidates, self._own = config.candidates, own_candidate(config)
         self._say = say
         self._is_stopped = is_stopped
         self._until = Waiting(config.meeting_seconds, say, is_stopped, by_command).until
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
+        self._id = uuid.uuid4().hex
         self._server: TCPStore | None = None
+        self._rank_servers: deque[TCPStore] = deque(maxlen=2)  # ranks of the last membership may still be leaving
         self._keeper: Keeper | None = None
         self._presence: Presence | None = None
         self._link: Link | None = None
-        self._last, self._place = Published(), -1
+        self._past: tuple[Membership, ...] = ()
+        self._published = Published()
+        self._has_claimed = self._is_outvoted = self._gives_up = self._hands_over = False
+        self._better: int | None = None  # candidate whose store has a newer membership
         self._next_look = 0.0
-        self.starts = 0
+        self.starts = self.store_number = 0
         self.membership = ""
 
     @property
     def use_agent_store(self) -> bool:
         """Whether the ranks use the store of the launchers."""
         return True
+
+    @property
+    def serves(self) -> bool:
+        """Whether this machine serves the store."""
+        return self._keeper is not None
+
+    def answers(self) -> bool:
+        """Return whether the store answers."""
+        return self._link is not None and (self.serves or self._link.is_alive())
 
     def alive(self) -> int:
         """Return the number of machines that train together, without those that are gone if this one can tell."""
@@ -152,7 +111,7 @@ class ElasticRendezvous(RendezvousHandler):
         Raises:
             RuntimeError: If the connection to the store is broken.
         """
-        return 0 if self._link is None else int(self._link.store.get(HERE))
+        return 0 if self._link is None else self._here(self._link).total
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines.
@@ -162,101 +121,249 @@ class ElasticRendezvous(RendezvousHandler):
 
         Raises:
             OSError: If too few machines come, or a port or address cannot be used; the message says which.
+            CutOffError: If other machines may be going on without this one.
             RendezvousGracefulExitError: If the run ends without this machine.
         """
+        self._read_claim()
+        if self._is_outvoted:
+            self._unlink()
         while True:
             try:
                 link = self._linked()
-                link.announce(self._last, self._place)
-                membership = self._meet(link)
-            except RuntimeError:  # the connection to the store broke
-                if self._keeper is not None:
+                link.announce(self._facts())
+                published = self._meet(link)
+            except RuntimeError:  # the connection to the store broke, or another one is better
+                if self.serves and len(self._candidates) == 1:
                     raise
                 self._unlink()
             else:
                 break
-        self._report(membership)
-        self._last, self._place = membership, membership.machines.index(link.number)
-        self.starts = membership.number - 1
-        self.membership = f"{membership.run}/{membership.number}"
-        store = PrefixStore(str(membership.number), link.store)
+        self._report(published)
+        now = published.membership
+        self._published, self._past = published, (*published.bases, now)
+        self._is_outvoted, self._better = False, None
+        self.starts = now.number - 1
+        after = published.bases[0].number if published.bases else 0
+        self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
+        store = PrefixStore(str(now.number), link.store)
         store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
-        info = RendezvousStoreInfo(self._config.master_addr, link.tcp_store.port)
-        return RendezvousInfo(store, self._place, len(membership.machines), info)
+        address = self._candidates[self._own] if self._own is not None and self.serves else link.address
+        info = RendezvousStoreInfo(address, published.port)
+        return RendezvousInfo(store, now.machines.index(self._id), len(now.machines), info)
+
+    def confirm(self) -> None:
+        """Note that all machines have heard of the membership.
+
+        One with half of the machines counts only after its main process has claimed the output folder.
+        """
+        if self._published.right is Right.MAJORITY:
+            self._past = (self._published.membership,)
+
+    def is_outvoted(self) -> bool:
+        """Return whether the ranks ended since other machines hold the output folder."""
+        self._read_claim()
+        return self._is_outvoted
+
+    def can_leave(self) -> bool:
+        """Return whether the other machines can go on without this one."""
+        return self._keeper is None or self._keeper.has_successor(self._id)
+
+    def expect_to_leave(self) -> None:
+        """Leave the store to the other machines at the end, since this machine leaves and they go on."""
+        self._hands_over = True
+
+    def _read_claim(self) -> None:
+        """Read whether the main process could claim the output folder."""
+        path = environment.progress_file()
+        number, is_held = (0, False) if path is None else read_claim(Path(path))
+        if not self._past or number != self._past[-1].number:
+            return
+        if is_held:
+            self._has_claimed, self._past = True, self._past[-1:]
+        elif not self._is_outvoted:
+            self._is_outvoted, self._past = True, self._past[:1]
+            self._say(_TAKEN)
+
+    def _facts(self, has_left: bool = False) -> Facts:
+        is_candidate = self._own is not None
+        return Facts(self._id, socket.gethostname(), self._past, self._has_claimed, is_candidate, has_left)
+
+    # The store
 
     def _linked(self) -> Link:
         if self._link is None:
-            config = self._config
-            if keeps_store(config) and self._server is None:
-                self._server = serve_store(config)
-                own = PrefixStore(config.run_id, connect_store("127.0.0.1", self._server.port))
-                numbers = config.min_nodes or config.num_nodes, config.num_nodes
-                seconds = config.last_call_seconds, config.silence_seconds
-                self._presence = Presence()
-                self._keeper = Keeper(own, *numbers, *seconds, ended=self._presence.ended)
-                self._keeper.start()
-            address, port = ("127.0.0.1", self._server.port) if self._server else (config.master_addr, config.port)
-            self._until(lambda: answers(address, port), f"the first machine at {address}:{port}")
-            self._link = Link(address, port, config.run_id, config.sign_seconds, self._presence is not None)
-            if self._presence is not None:
-                self._link.store.set(PRESENCE, str(self._presence.port))
+            self._wait_for(self._has_store)
+        assert self._link is not None
         return self._link
 
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Wait for a store to answer."""
+        first, *others = self._candidates
+        whom = f"one of the machines {', '.join(self._candidates)}" if others else f"the first machine at {first}"
+        try:
+            self._until(is_there, f"{whom} at port {self._config.port}" if others else f"{whom}:{self._config.port}")
+        except TimeoutError as error:
+            if not self._past or not (others or self._is_outvoted):
+                raise
+            self._gives_up = True
+            last = self._past[-1]
+            here = Here(1, (socket.gethostname(),), len(last.machines), last.machines[0] == self._id)
+            where = _TAKEN if self._is_outvoted else here.describe(socket.gethostname())
+            raise CutOffError(f"{where}: {_GOING_ON}") from error
+
+    def _has_store(self) -> bool:
+        """Connect to the first candidate that answers, or serve the store where that is this machine's turn."""
+        if self._is_outvoted:
+            return self._has_better() and self._better is not None and self._connect(self._candidates[self._better])
+        order = list(range(len(self._candidates)))
+        # A new run begins at the first candidate alone, and only if no other one serves a store.
+        order.sort(key=lambda place: (place != self._better, place == self._own and not self._past, place))
+        there = self._other_stores() if len(self._candidates) > 1 else {0: 0}
+        for place in order:
+            if place == self._own:
+                if place == 0 or self._past:
+                    self._serve()
+                    return True
+            elif place in there and self._connect(self._candidates[place]):
+                return True
+        return False
+
+    def _other_stores(self) -> dict[int, int]:
+        """Return the numbers of the memberships in the stores of other candidates, by place."""
+        others = {place: address for place, address in enumerate(self._candidates) if place != self._own}
+        found = published_at(list(others.values()), self._config.port, self._config.run_id)
+        return {place: number for place, number in zip(others, found, strict=True) if number is not None}
+
+    def _connect(self, address: str) -> bool:
+        if not answers(address, self._config.port):
+            return False
+        try:
+            self._link = Link(address, self._config.port, self._config.run_id, self._config.sign_seconds)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and len(self._candidates) == 1:
+                raise
+            return False
+        self.store_number += 1
+        return True
+
+    def _serve(self) -> None:
+        assert self._own is not None
+        config = self._config
+        if self._server is None:
+            self._server = serve_store(config, self._candidates[self._own])
+            own = PrefixStore(config.run_id, connect_store("127.0.0.1", self._server.port))
+            numbers = config.min_nodes or config.num_nodes, config.num_nodes
+            seconds = config.last_call_seconds, config.silence_seconds
+            self._presence = Presence()
+            is_only = len(self._candidates) == 1
+            self._keeper = Keeper(
+                own, *numbers, *seconds, self._serve_ranks, ended=self._presence.ended, is_only_store=is_only
+            )
+            self._keeper.start()
+        assert self._presence is not None
+        self._link = Link("127.0.0.1", self._server.port, config.run_id, config.sign_seconds, serves=True)
+        self._link.store.set(PRESENCE, str(self._presence.port))
+        self.store_number += 1
+
+    def _serve_ranks(self) -> int:
+        """Serve an empty store for the ranks of a new membership, since theirs hold the addresses of their processes.
+
+        Returns:
+            Its port.
+        """
+        self._rank_servers.append(serve_free_port())
+        return self._rank_servers[-1].port
+
     def _unlink(self) -> None:
+        """Leave the store, and end it if this machine serves it."""
         if self._link is not None:
             self._link.stop()
             self._link = None
+        if self._keeper is not None:
+            self._keeper.halt()
+        self._end_store()
+
+    def _end_store(self) -> None:
+        self._keeper = self._server = None
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
+
+    def _has_better(self) -> bool:
+        """Look for another candidate's store that this machine should wait at."""
+        formed = 0 if self._link is None else _published(self._link).membership.number
+        last = self._past[-1].number if self._past else 0
+        may_be_earlier = self._link is not None and formed <= last  # all wait at the first store that answers
+        there = self._other_stores()
+        for place, address in enumerate(self._candidates):
+            if self._link is not None and (place == self._own if self.serves else address == self._link.address):
+                may_be_earlier = False
+            elif place in there and (may_be_earlier or there[place] > max(formed, last)):
+                self._better = place
+                return True
+        return False
+
+    # The meeting
 
     def _meet(self, link: Link) -> Published:
         """Wait for the next membership of this machine."""
+        host, last = socket.gethostname(), self._past[-1].number if self._past else 0
 
-        def has_news() -> bool:
+        def published() -> Published:
             self._check(link)
-            return Published.from_json(link.store.get(MEMBERSHIP)).number > self._last.number
-
-        def is_member() -> bool:
-            self._check(link)
-            return link.number in Published.from_json(link.store.get(MEMBERSHIP)).machines
+            return _published(link)
 
         def who() -> str:
-            here, least = int(link.store.get(HERE)), self._config.min_nodes or self._config.num_nodes
-            return f"a machine ({here} of {'at least ' if self._config.min_nodes else ''}{least} came)"
+            here, least = self._here(link), self._config.min_nodes or self._config.num_nodes
+            if not here.may_follow:
+                return f"the other machines, since {here.describe(host)}"
+            return f"a machine ({here.total} of {'at least ' if self._config.min_nodes else ''}{least} came)"
 
-        self._until(has_news, who)
-        self._outside(is_member, "a place in the run, which has its machines")
-        return Published.from_json(link.store.get(MEMBERSHIP))
+        try:
+            self._until(lambda: published().membership.number > last, who)
+        except TimeoutError as error:
+            if (here := self._here(link)).may_follow:
+                raise
+            self._gives_up = True
+            raise CutOffError(f"{here.describe(host)}: {_GOING_ON}") from error
+        self._outside(lambda: link.number in published().numbers, "a place in the run, which has its machines")
+        return published()
+
+    def _here(self, link: Link) -> Here:
+        return Here.from_json(link.store.get(HERE))
 
     def _check(self, link: Link) -> None:
-        """Raise an error if the run has ended or the store is gone."""
+        """Raise an error if the run has ended, the store is gone, or this machine should wait at another one."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
-            if not link.is_alive() or not answers(*self._address()):
+            if not link.is_alive():
                 raise RuntimeError("the store does not answer")
+            if len(self._candidates) > 1 and self._has_better():
+                raise RuntimeError("another store has a newer membership")
         if link.store.check([ENDED]):
+            if link.store.get(ENDED).decode() == GIVEN_UP:
+                raise CutOffError(f"{self._here(link).describe(socket.gethostname())}: {_GOING_ON}")
             raise RendezvousGracefulExitError("the run has ended")
 
-    def _address(self) -> tuple[str, int]:
-        if self._server is not None:
-            return "127.0.0.1", self._server.port
-        return self._config.master_addr, self._config.port
-
-    def _report(self, membership: Published) -> None:
+    def _report(self, published: Published) -> None:
         """Say who is there, where the number of machines may change."""
-        config, count = self._config, len(membership.machines)
+        config, count = self._config, len(published.membership.machines)
         if config.min_nodes is None:
             return
         of = f"{count} of {config.num_nodes} machines"
-        if self._last.number == 0 and not membership.joined:
+        if not published.bases:
+            first, *others = self._candidates
             limit = format_duration(config.meeting_seconds)
-            self._say(
-                f"{of}, {config.min_nodes} are enough; if the one at {config.master_addr} is lost, which serves the "
-                f"store, the others wait up to {limit} for it"
-            )
+            if others:
+                then = f"{first} serves the store, and if it is lost, the next one of {', '.join(others)}"
+            else:
+                then = f"if the one at {first} is lost, which serves the store, the others wait up to {limit} for it"
+            self._say(f"{of}, {config.min_nodes} are enough; {then}")
             return
         parts = [
             f"{', '.join(hosts)} {(one if len(hosts) == 1 else several)}"
             for hosts, one, several in (
-                (membership.gone, "is gone", "are gone"), (membership.joined, "has joined", "have joined")
+                (published.gone, "is gone", "are gone"), (published.joined, "has joined", "have joined")
             )
             if hosts
         ]  # fmt: skip
@@ -267,16 +374,15 @@ class ElasticRendezvous(RendezvousHandler):
         """Leave the run."""
         if self._link is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                if answers(*self._address()):
-                    self._link.announce(self._last, self._place, has_left=True)
-            self._unlink()
-        if self._keeper is not None:
-            self._keeper.stop(self._is_stopped)
-            self._keeper = None
-        if self._presence is not None:
-            self._presence.close()
-            self._presence = None
-        self._server = None
+                if self.answers():
+                    self._link.announce(self._facts(has_left=True))
+            self._link.stop()
+            self._link = None
+        if self._keeper is not None and self._hands_over:
+            self._keeper.hand_over(self._id)
+        elif self._keeper is not None:
+            self._keeper.stop(self._is_stopped, self._gives_up)
+        self._end_store()
         return True
 
     def get_backend(self) -> str:
@@ -297,3 +403,7 @@ class ElasticRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         """Return the name of the run."""
         return self._config.run_id
+
+
+def _published(link: Link) -> Published:
+    return Published.from_json(link.store.get(MEMBERSHIP))

@@ -1,8 +1,8 @@
 """`Keeper`: decides which machines train together, on the machine that serves the store.
 
 Keys of the store. Each machine takes a number N from `machines`, writes `machine/N` and adds 1 to `beat/N` again and
-again. The keeper publishes `membership`, the port of its `presence`, and `ended` when the run is over. What machines
-exchange about a membership is under its number, such as `3/trainer_kit/change`.
+again. The keeper publishes `membership`, who is `here`, the port of its `presence`, and `ended` when the run is over or
+its own machine gives up. What machines exchange about a membership is under its number, such as `3/trainer_kit/change`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,29 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import ProcessFailed
-from trainer_kit.launch.membership import Machine, Membership, newcomers, next_membership, waiting
+from trainer_kit.launch.membership import (
+    Formed,
+    Machine,
+    Membership,
+    Right,
+    bases_of,
+    newcomers,
+    newest,
+    next_membership,
+    right_to_follow,
+    waiting,
+)
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
-from trainer_kit.utils.units import format_duration
+from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
+GIVEN_UP = "given up"
+"""Value of `ENDED` where the machines of the store may not go on, but others may."""
+
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
 _LOST_SECONDS = 25.0  # the ranks of the others notice a lost machine before, unless they are just starting
+_HANDING_OVER_SECONDS = 15.0
 _PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the end
 
 
@@ -38,24 +53,56 @@ def beat_key(number: int) -> str:
     return f"beat/{number}"
 
 
+class Facts(NamedTuple):
+    """What a machine says about itself; see `Machine`.
+
+    Attributes:
+        id: Unique ID of the launcher.
+        host: Host name.
+        past: Its memberships.
+        has_claimed: Whether the output folder has been claimed.
+        is_candidate: Whether it can serve the store.
+        has_left: Whether it has left the run.
+    """
+
+    id: str
+    host: str
+    past: tuple[Membership, ...] = ()
+    has_claimed: bool = False
+    is_candidate: bool = False
+    has_left: bool = False
+
+    def to_json(self) -> str:
+        """Return the text of the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Facts:
+        """Read the text of the store."""
+        own, host, past, *rest = json.loads(text)
+        return cls(own, host, tuple(map(Membership.of, past)), *rest)
+
+
 class Published(NamedTuple):
     """A membership as the machines read it.
 
     Attributes:
-        number: See `Membership`.
-        machines: See `Membership`.
-        run: See `Membership`.
-        hosts: Host names, by place.
+        membership: The membership.
+        numbers: Numbers of its machines in this store, by place.
+        bases: See `Formed`.
+        right: See `Formed`.
         gone: Hosts that belonged to the membership before, but not to this one.
         joined: Hosts that belong to this one, but not to the one before; empty for the first.
+        port: Port of the store of its ranks, on the machine that serves this store.
     """
 
-    number: int = 0
-    machines: tuple[int, ...] = ()
-    run: str = ""
-    hosts: tuple[str, ...] = ()
+    membership: Membership = Membership()
+    numbers: tuple[int, ...] = ()
+    bases: tuple[Membership, ...] = ()
+    right: Right = Right.MAJORITY
     gone: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    port: int = 0
 
     def to_json(self) -> str:
         """Return the text of the store."""
@@ -64,8 +111,50 @@ class Published(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Published:
         """Read the text of the store."""
-        number, machines, run, *names = json.loads(text)
-        return cls(number, tuple(machines), run, *map(tuple, names))
+        membership, numbers, bases, right, gone, joined, port = json.loads(text)
+        past = tuple(map(Membership.of, bases))
+        return cls(Membership.of(membership), tuple(numbers), past, Right(right), tuple(gone), tuple(joined), port)
+
+
+class Here(NamedTuple):
+    """The machines that wait in a store.
+
+    Attributes:
+        total: Their number.
+        hosts: Hosts of those that belonged to the newest membership, by place.
+        of: Number of machines of that membership.
+        has_first: Whether its first machine waits.
+        may_follow: Whether they may form the next membership if they are enough.
+    """
+
+    total: int = 0
+    hosts: tuple[str, ...] = ()
+    of: int = 0
+    has_first: bool = False
+    may_follow: bool = True
+
+    def to_json(self) -> str:
+        """Return the text of the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Here:
+        """Read the text of the store."""
+        total, hosts, *rest = json.loads(text)
+        return cls(total, tuple(hosts), *rest)
+
+    def describe(self, own: str) -> str:
+        """Return who is here of the newest membership.
+
+        Args:
+            own: Host of the machine that says so.
+        """
+        names = ["this machine"] * (own in self.hosts) + [host for host in self.hosts if host != own]
+        if not names:
+            return f"none of {self.of} machines has come"
+        is_half = 2 * len(self.hosts) == self.of and not self.has_first
+        who = f"{join_names(names)} {'is' if len(names) == 1 else 'are'}"
+        return f"{who} {len(self.hosts)} of {self.of}{', without the first one' if is_half else ''}"
 
 
 class Keeper:
@@ -79,8 +168,10 @@ class Keeper:
         most: Largest number of machines.
         last_call: Seconds to wait for more machines than the smallest number before the first membership.
         patience: Seconds without a sign of life after which a machine counts as gone.
+        serve_ranks: Serves an empty store for the ranks of a new membership and returns its port.
         clock: Returns the time in seconds.
         ended: Numbers of machines whose launchers have ended, see `Presence`; None: unknown.
+        is_only_store: See `next_membership`.
     """
 
     def __init__(
@@ -90,41 +181,44 @@ class Keeper:
         most: int,
         last_call: float,
         patience: float,
+        serve_ranks: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         ended: deque[int] | None = None,
+        is_only_store: bool = False,
     ) -> None:
         self._store = store
         self._least, self._most, self._last_call, self._patience = least, most, last_call, patience
-        self._clock = clock
+        self._serve_ranks, self._clock, self._is_only_store = serve_ranks, clock, is_only_store
         self._last = Membership()
-        self._hosts: dict[int, str] = {}
+        self._numbers: dict[str, int] = {}  # the newest number of each machine, by ID
+        self._published: tuple[int, ...] = ()
+        self._hosts: dict[str, str] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._arrived = self._looked = clock()
-        self._here = 0
+        self._here = Here()
         self._alive: list[Machine] = []
-        self._left: set[int] = set()
+        self._left: set[str] = set()
         self._ended: deque[int] = deque() if ended is None else ended
         self._gone: set[int] = set()  # launchers that have ended, unless they give another sign of life
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         store.set(MEMBERSHIP, Published().to_json())
-        store.set(HERE, "0")
+        store.set(HERE, self._here.to_json())
 
     def start(self) -> None:
         """Start the thread that looks at the store."""
         self._thread = threading.Thread(target=self._run, name="trainer_kit keeper", daemon=True)
         self._thread.start()
 
-    def stop(self, is_hurried: Callable[[], bool]) -> None:
+    def stop(self, is_hurried: Callable[[], bool], gives_up: bool = False) -> None:
         """Announce the end of the run, and wait until the machines have heard of it and have left.
 
         Args:
             is_hurried: Returns whether to stop waiting.
+            gives_up: Whether only these machines stop, since others may be going on.
         """
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._store.set(ENDED, "1")
+        self.halt()
+        self._store.set(ENDED, GIVEN_UP if gives_up else "1")
         deadline = time.monotonic() + _PARTING_SECONDS
         while time.monotonic() < deadline and not is_hurried():
             self.look()
@@ -132,9 +226,39 @@ class Keeper:
                 return
             time.sleep(_LOOK_SECONDS)
 
+    def halt(self) -> None:
+        """End the thread, without a word to the machines."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def hand_over(self, own: str) -> None:
+        """End without the end of the run, once the other machines of the membership wait for the next one.
+
+        Args:
+            own: ID of the machine that serves the store, and leaves.
+        """
+        self.halt()
+        deadline = time.monotonic() + _HANDING_OVER_SECONDS
+        while time.monotonic() < deadline:
+            self._read_machines()
+            members = [machine for machine in self._alive if machine.id in self._last.machines and machine.id != own]
+            if all(machine.last == self._last for machine in members):
+                return
+            time.sleep(_LOOK_SECONDS)
+
     def alive(self) -> int:
         """Return how many machines of the last membership give signs of life."""
-        return sum(machine.number in self._last.machines for machine in self._alive)
+        return sum(machine.id in self._last.machines for machine in self._alive)
+
+    def has_successor(self, own: str) -> bool:
+        """Return whether another machine of the last membership can serve the store.
+
+        Args:
+            own: ID of the machine that serves it now.
+        """
+        members = (machine for machine in self._alive if machine.id in self._last.machines and machine.id != own)
+        return any(machine.is_candidate for machine in members)
 
     def look(self) -> None:
         """Read the signs of life; publish a membership, or that a machine can join, where it is time."""
@@ -145,15 +269,25 @@ class Keeper:
             self._store.set(ENDED, "1")
             return
         is_over = self._clock() - self._arrived >= self._last_call
-        formed = next_membership(self._last, self._alive, self._least, self._most, is_over)
+        formed = next_membership(self._last, self._alive, self._least, self._most, is_over, self._is_only_store)
         if formed is not None:
             self._publish(formed)
         else:
             self._announce_changes()
-        here = len(waiting(self._last, self._alive))
+        here = self._count()
         if here != self._here:
             self._here = here
-            self._store.set(HERE, str(here))
+            self._store.set(HERE, here.to_json())
+
+    def _count(self) -> Here:
+        here = waiting(self._last, self._alive)
+        before = newest(self._last, here)
+        ids = [machine.id for machine in here]
+        hosts = tuple(host for machine, host in zip(before.machines, before.hosts, strict=True) if machine in ids)
+        right = right_to_follow(bases_of(here), ids, any(machine.has_claimed for machine in here))
+        has_first = bool(before.machines) and before.machines[0] in ids
+        may_follow = self._is_only_store or right is not Right.NONE
+        return Here(len(here), hosts, len(before.machines), has_first, may_follow)
 
     def _announce_changes(self) -> None:
         """Announce in the running membership which machines can join, and which one is lost."""
@@ -164,10 +298,10 @@ class Keeper:
             verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
             change = Change(f"{names} {verb}: the run saves and goes on with {whom}", is_joining=True)
             running.compare_set(CHANGE, "", change.to_json())
-        for number in set(self._last.machines) - self._left:
-            seconds = self._looked - self._beats[number][1]
+        for machine in set(self._last.machines) - self._left:
+            seconds = self._looked - self._beats[self._numbers[machine]][1]
             if seconds > max(_LOST_SECONDS, self._patience):
-                text = f"{self._hosts[number]} has not answered for {format_duration(seconds)}"
+                text = f"{self._hosts[machine]} has not answered for {format_duration(seconds)}"
                 running.compare_set(
                     FAILED, "", News(ProcessFailed(text, rank=-1, exit_code=None), goes_on=None).to_json()
                 )
@@ -185,32 +319,33 @@ class Keeper:
         for number in range(self._store.add(MACHINES, 0)):
             if number not in self._beats and self._store.check([machine_key(number), beat_key(number)]):
                 self._beats[number], self._arrived = (b"", now), now
-        numbers = sorted(set(self._beats) - self._left)
-        if not numbers:
-            self._alive = []
-            return
-        raw = self._store.multi_get([*map(machine_key, numbers), *map(beat_key, numbers)])
-        said, beats = raw[: len(numbers)], raw[len(numbers) :]
+        numbers = sorted(self._beats)
+        raw = self._store.multi_get([*map(machine_key, numbers), *map(beat_key, numbers)]) if numbers else []
+        facts = dict(zip(numbers, map(Facts.from_json, raw[: len(numbers)]), strict=True))
+        self._numbers = {own.id: number for number, own in facts.items()}
+        self._left = {own.id for number, own in facts.items() if own.has_left and self._numbers[own.id] == number}
         self._alive = []
-        for number, text, beat in zip(numbers, said, beats, strict=True):
-            host, after, place, run, has_left = json.loads(text)
-            self._hosts[number] = host
-            if has_left:
-                self._left.add(number)
-                continue
+        for number, beat in zip(numbers, raw[len(numbers) :], strict=True):
+            own = facts[number]
+            self._hosts[own.id] = own.host
             if beat != self._beats[number][0]:
                 self._beats[number] = (beat, now)
                 self._gone.discard(number)
-            if now - self._beats[number][1] <= self._patience:
-                self._alive.append(Machine(number, host, after, place, run))
+            is_silent = now - self._beats[number][1] > self._patience
+            if not own.has_left and not is_silent and self._numbers[own.id] == number:
+                is_new = number not in self._published
+                self._alive.append(
+                    Machine(number, own.id, own.host, own.past, own.has_claimed, own.is_candidate, is_new)
+                )
         while self._ended:
             self._gone.add(self._ended.popleft())
         self._alive = [machine for machine in self._alive if machine.number not in self._gone]
 
-    def _publish(self, formed: Membership) -> None:
-        before, now = self._last.machines, formed.machines
-        gone = tuple(self._hosts[number] for number in before if number not in now)
-        joined = tuple(self._hosts[number] for number in now if before and number not in before)
-        hosts = tuple(self._hosts[number] for number in now)
-        self._last = formed
-        self._store.set(MEMBERSHIP, Published(formed.number, now, formed.run, hosts, gone, joined).to_json())
+    def _publish(self, formed: Formed) -> None:
+        before, now = newest(self._last, waiting(self._last, self._alive)), formed.membership
+        gone = tuple(host for own, host in zip(before.machines, before.hosts, strict=True) if own not in now.machines)
+        joined = tuple(self._hosts[own] for own in now.machines if before.number and own not in before.machines)
+        numbers = tuple(self._numbers[own] for own in now.machines)
+        self._last, self._published = now, numbers
+        published = Published(now, numbers, formed.bases, formed.right, gone, joined, self._serve_ranks())
+        self._store.set(MEMBERSHIP, published.to_json())

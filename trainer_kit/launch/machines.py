@@ -12,7 +12,6 @@ from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.launch.rendezvous import StaticRendezvous
-from trainer_kit.launch.store import answers, keeps_store
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 5.0
@@ -33,7 +32,6 @@ class Machines:
     def __init__(self, config: LaunchConfig, rendezvous: StaticRendezvous | ElasticRendezvous) -> None:
         self._config = config
         self.rendezvous = rendezvous
-        self._keeps_store = keeps_store(config)
         self._next_look = self._next_change = 0.0
         self._store: Store | None = None
         self._place, self._count = 0, 1
@@ -99,9 +97,11 @@ class Machines:
 
     def missed_news(self) -> Callable[[], News | None]:
         """Return a function that returns an announcement in the membership that ends now, as `news` does."""
-        store = self._reach()
+        store, number = self._reach(), self.rendezvous.store_number
 
         def look() -> News | None:
+            if self.rendezvous.store_number != number:  # a lost one might block for long
+                return None
             try:
                 return News.from_json(store.get(FAILED)) if store.check([FAILED]) else None
             except RuntimeError:  # the store is gone
@@ -136,7 +136,8 @@ class Machines:
 
     def _can_leave(self) -> bool:
         least = self._config.min_nodes
-        return least is not None and not self._keeps_store and self._count - 1 >= least and self._is_reachable()
+        are_enough = least is not None and self._count - 1 >= least
+        return are_enough and self._is_reachable() and self.rendezvous.can_leave()
 
     def announce_leaving(self, host: str) -> None:
         """Announce that this machine leaves, if the others can go on without it.
@@ -151,6 +152,7 @@ class Machines:
             self._reach().compare_set(CHANGE, "", change.to_json())
         except RuntimeError:  # the store is gone
             return
+        self.rendezvous.expect_to_leave()
 
     def _part(self, goes_on: bool) -> None:
         """Keep the store, on the machine that serves it, until the others have read it."""
@@ -158,7 +160,8 @@ class Machines:
         heard = store.add(_HEARD, 1)
         if goes_on and self.rendezvous.is_lasting:
             return
-        while self._keeps_store and heard < min(self._count, self.rendezvous.alive()) and time.monotonic() < deadline:
+        rendezvous = self.rendezvous
+        while rendezvous.serves and heard < min(self._count, rendezvous.alive()) and time.monotonic() < deadline:
             time.sleep(0.05)
             heard = store.add(_HEARD, 0)
 
@@ -172,7 +175,7 @@ class Machines:
         """Return whether the store answers; a request to the store itself might block for long."""
         if self._config.num_nodes == 1:
             return False
-        return self._keeps_store or answers(self._config.master_addr, self._config.port)
+        return self.rendezvous.answers()
 
     def _reach(self) -> Store:
         assert self._store is not None

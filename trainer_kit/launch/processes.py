@@ -190,7 +190,7 @@ def planned(config: LaunchConfig, words: Sequence[str]) -> list[str]:
             "LOCAL_RANK": local_rank,
             "WORLD_SIZE": config.num_nodes * processes,
             "LOCAL_WORLD_SIZE": processes,
-            "MASTER_ADDR": config.master_addr,
+            "MASTER_ADDR": config.candidates[0],
             "MASTER_PORT": config.port or "<a free one>",
             **variables(config),
         }

@@ -36,9 +36,10 @@ class StaticRendezvous(StaticTCPRendezvous):
         starts: Number of earlier starts that the rendezvous knows of: 0.
         membership: Name of the membership; empty.
         is_lasting: Whether the store outlives a restart of the ranks.
+        store_number: Number of stores that outlive a restart: 0.
     """
 
-    starts = 0
+    starts = store_number = 0
     membership = ""
     is_lasting = False
 
@@ -51,6 +52,29 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._waiting = Waiting(config.meeting_seconds, say, is_stopped, by_command)
         self._number = "--node-rank " if by_command else "node_rank="
         self._start = b""
+
+    @property
+    def serves(self) -> bool:
+        """Whether this machine serves the store."""
+        return bool(self.rank == 0)
+
+    def answers(self) -> bool:
+        """Return whether the store answers."""
+        return self.serves or answers(self.master_addr, self.master_port)
+
+    def can_leave(self) -> bool:
+        """Return False: the machines are fixed."""
+        return False
+
+    def expect_to_leave(self) -> None:
+        """Do nothing: the machines are fixed."""
+
+    def confirm(self) -> None:
+        """Do nothing: all machines are in each membership."""
+
+    def is_outvoted(self) -> bool:
+        """Return False: the machines are fixed."""
+        return False
 
     def alive(self) -> int:
         """Return the number of machines that give signs of life: all, since none are exchanged."""
@@ -86,7 +110,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(PrefixStore(self.run_id, store), self.rank, self.world_size, info)
 
     def _listen(self) -> TCPStore:
-        store = serve_store(self._config)
+        store = serve_store(self._config, self.master_addr)
         store.set("start", uuid.uuid4().hex)
         return store
 

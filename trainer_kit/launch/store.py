@@ -17,19 +17,29 @@ _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 
 
-def keeps_store(config: LaunchConfig) -> bool:
-    """Return whether this machine serves the store; if all machines have number 0, the address decides."""
+def own_candidate(config: LaunchConfig) -> int | None:
+    """Return the place of this machine among the candidates for the store; None if it is no candidate.
+
+    A single candidate must have number 0, unless all machines have, and the address decides.
+    """
     if "is_host" in config.rdzv_conf:
-        return str(config.rdzv_conf["is_host"]).lower() in ("true", "1")
+        return 0 if str(config.rdzv_conf["is_host"]).lower() in ("true", "1") else None
+    if len(config.candidates) > 1:
+        return next((place for place, address in enumerate(config.candidates) if _is_own(address)), None)
     is_first = config.node_rank == 0
-    return is_first and (config.rdzv_backend == "static" or config.num_nodes == 1 or _is_own(config.master_addr))
+    is_certain = config.rdzv_backend == "static" or config.num_nodes == 1
+    return 0 if is_first and (is_certain or _is_own(config.candidates[0])) else None
 
 
-def serve_store(config: LaunchConfig) -> TCPStore:
+def serve_store(config: LaunchConfig, address: str) -> TCPStore:
     """Serve the store on this machine.
 
+    Args:
+        config: Launch configuration.
+        address: Address by which the other machines reach this one.
+
     Raises:
-        OSError: If the port is in use, or the address that the other machines get leads elsewhere.
+        OSError: If the port is in use, or the address leads elsewhere.
     """
     try:
         store = _tcp_store("127.0.0.1", config.port, is_master=True)
@@ -40,16 +50,26 @@ def serve_store(config: LaunchConfig) -> TCPStore:
                 "takes a free one where there is only one machine)"
             ) from error
         raise
-    if config.num_nodes > 1 and not answers(config.master_addr, store.port):
+    if config.num_nodes > 1 and not answers(address, store.port):
         raise OSError(
-            f"master_addr={config.master_addr!r} does not lead to this machine, which has node_rank=0; give the "
-            "address by which the other machines reach it"
+            f"master_addr={address!r} does not lead to this machine, which has node_rank=0; give the address by which "
+            "the other machines reach it"
         )
     return store
 
 
-def connect_store(address: str, port: int) -> TCPStore:
+def serve_free_port() -> TCPStore:
+    """Serve another store on this machine, at a free port."""
+    return _tcp_store("127.0.0.1", 0, is_master=True)
+
+
+def connect_store(address: str, port: int, seconds: float = 2 * _CONNECT_SECONDS) -> TCPStore:
     """Connect to the store of another machine, with a time limit: another program on that port never answers.
+
+    Args:
+        address: Address of the machine.
+        port: Port of the store.
+        seconds: The limit.
 
     Raises:
         RuntimeError: If the connection fails.
@@ -64,7 +84,7 @@ def connect_store(address: str, port: int) -> TCPStore:
             future.set_exception(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    if not concurrent.futures.wait([future], timeout=2 * _CONNECT_SECONDS).done:
+    if not concurrent.futures.wait([future], timeout=seconds).done:
         raise TimeoutError(
             f"what answers at {address}:{port} is not the launcher of machine 0; check master_addr and master_port"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,13 +147,17 @@ class RankSync:
     def _read(self) -> bool:
         run, pending, collectives = self.run, self.pending, self.run.strategy.collectives
         assert self.ballot is not None
-        (flags, window, here), sums = self.ballot, self._vote.wait_for_sums()
+        (flags, window, here), begin = self.ballot, time.perf_counter()
+        sums = self._vote.wait_for_sums()
+        seconds = time.perf_counter() - begin
         self.ballot = None
         self.votes_ahead = self._is_ahead and not sums[6]
         self.all_have_read = sums[7] == collectives.world_size
         if window is not None:
             self.disagreement = _disagreement(here, sums[7:11], collectives.world_size)
         if collectives.world_size > 1:
+            if not run.strategy.static_shapes:  # else the sums are those of the device, which has more to do
+                run.ledger.slowest += seconds
             self._set_counts(window, sums[11:])
         if not any(sums[:6]):
             return pending.log or pending.evaluate or pending.save or pending.stop or pending.written

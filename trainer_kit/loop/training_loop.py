@@ -20,6 +20,7 @@ from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import EvaluationInterrupted, LostProcessError, NonFiniteError
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
+from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import Regrouping
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
@@ -89,6 +90,7 @@ class TrainingLoop:
 
     def begin(self) -> None:
         """Call `on_train_begin` and start the clock."""
+        note_start(self.run)
         self.events.call("on_train_begin", self.run)
         self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
         self._begin = time.perf_counter()
@@ -148,6 +150,7 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._begin
         self._finish_save()  # on_save comes before the final metrics
         output = self._summary(seconds)
+        closing = closing_line(run) if self.exit_code is None else None
         self.events.call("on_train_end", run, output.metrics if self.exit_code is None else None)
         sync.sync()
         self._handle_requests()
@@ -160,6 +163,8 @@ class TrainingLoop:
         if saver.failed and self.exit_code is None:
             raise saver.error()
         warn_of_failed_streams()
+        if closing is not None:
+            logger.info("%s", closing)
         self.events.call("on_exit", run)
         sync.sync()
         return output
@@ -267,14 +272,15 @@ class TrainingLoop:
         """Go on after a loss of other processes with those that are left."""
         run, parts, old = self.run, self._regrouping, self._step
         parts.is_whole = parts.is_whole and not old.has_changed_weights
+        step_begun = None
         if old.ledger_place is not None:
             run.ledger.lose(old.ledger_place)
+            step_begun = run.state.step + 1
         self._sync.hand_back()
         self._sync.close()
         old.close()
-        self.loader = self.crash_dump.loader = parts.go_on(lost)
+        self.loader = self.crash_dump.loader = parts.go_on(lost, step_begun)
         self._saved_step = None  # the save may have been given up
-        self.checkpoints.shifts_labels = self.loss.agree(run.strategy.collectives)  # the probe may have been cut short
         unread = self._metrics.drop_losses(self._newest_checkpoint)
         if unread:
             logger.warning(

@@ -10,7 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from trainer_kit.profiling.memberships import MembershipHistory
 from trainer_kit.profiling.trace_range import trace_range
+
+USEFUL = ("forward", "backward", "optimizer")
+"""Activities of the steps that count for the goodput."""
 
 _UNFOLDED = 4096
 """Number of marks that triggers folding them into totals."""
@@ -57,8 +61,18 @@ class Ledger:
     activity in which the device received it. Data that is read while the device works therefore costs nothing. The
     training thread alone uses the ledger.
 
+    If machines were lost, each second counts for the part of them that is left. With u the seconds of forward, backward
+    and optimizer of the steps that count, p the processes in these and f those of the full size,
+
+        goodput = sum(u * p / f) / wall        reduced = sum(seconds * (1 - p / f))
+
+    where the sums are over the memberships, and `reduced` leaves out "down". Without a loss, p = f.
+
     Attributes:
         activity: Current activity.
+        memberships: The machines that have trained the run.
+        slowest: Seconds that this process has waited in votes for the slowest one, without those within a step.
+        idle: Seconds from the last record of the earlier start to this one; 0 in a new run.
         annotate: Whether each activity is also a range in a profiler's trace.
         nvtx: Whether these are ranges of NVTX too, see `trace_range`.
         started: Time of this start of the run, in seconds since 1970.
@@ -68,6 +82,11 @@ class Ledger:
         self.annotate = self.nvtx = False
         self.started = time.time()
         self.activity = "setup"
+        self.memberships = MembershipHistory()
+        self.slowest = self.idle = 0.0
+        self._part = 1.0  # of the full size
+        self._missing = defaultdict[str, float](float)  # seconds times the missing part, by activity
+        self._settled: dict[str, float] = {}  # the seconds that `_missing` covers
         self._range: contextlib.AbstractContextManager[None] | None = None
         self._seconds = defaultdict[str, float](float)
         self._room = _UNFOLDED  # marks until they are folded
@@ -126,21 +145,67 @@ class Ledger:
         """Return the seconds since the run began, including the time between starts."""
         return sum(self.seconds().values())
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds(), "time": time.time()}
+    def missing(self) -> dict[str, float]:
+        """Return the seconds times the missing part of the machines, by activity, without "down"."""
+        seconds, share = self.seconds(), 1 - self._part
+        if share:
+            for activity, value in seconds.items():
+                self._missing[activity] += share * max(0.0, value - self._settled.get(activity, 0.0))
+        self._settled = seconds
+        return dict(self._missing)
 
-    def go_on(self, state: Mapping[str, Any], lost: float) -> None:
+    def reduced(self) -> float:
+        """Return the seconds times the missing part of the machines, see the class."""
+        return sum(self.missing().values())
+
+    def goodput(self) -> float:
+        """Return the goodput, from 0 to 1, see the class."""
+        missing, seconds = self.missing(), self.seconds()
+        useful = sum(seconds.get(name, 0.0) - missing.get(name, 0.0) for name in USEFUL)
+        return useful / max(sum(seconds.values()), 1e-9)
+
+    def resize(self, since_start: bool = False) -> None:
+        """Count the time from now on for the part of the machines that trains now.
+
+        Args:
+            since_start: Whether to count all time of this start so.
+        """
+        if not since_start:
+            self.missing()
+        self._part = self.memberships.part
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"seconds": self.seconds(), "time": time.time()}
+        if self.memberships.entries:
+            state["memberships"] = self.memberships.state_dict()
+        if missing := self.missing():
+            state["missing"] = missing
+        return state
+
+    def go_on(
+        self, state: Mapping[str, Any], lost: float, steps: int = 0, memberships: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Restore the ledger of a checkpoint that this start resumes from.
 
         Args:
             state: Result of `state_dict`.
             lost: Seconds of work after the checkpoint in earlier starts, as far as they were recorded.
+            steps: Steps of that work.
+            memberships: Memberships that were recorded in it.
         """
         gap = max(0.0, self.started - state["time"])
         lost = min(gap, lost)
         own = self.seconds()
+        self.idle = gap - lost
         self._seconds = defaultdict(float, state["seconds"])
-        for activity, seconds in (*own.items(), (LOST, lost), (DOWN, gap - lost)):
+        for activity, seconds in ((LOST, lost), (DOWN, gap - lost)):
+            self._add(activity, seconds)
+        self._missing = defaultdict(float, state.get("missing", {}))
+        self.memberships.go_on(state.get("memberships"), steps, memberships)
+        if self.memberships.part < 1:
+            self._missing[LOST] += lost * (1 - self.memberships.part)
+        self._settled = dict(self._seconds)
+        for activity, seconds in own.items():
             self._add(activity, seconds)
 
     def go_back(self, state: Mapping[str, Any]) -> None:
@@ -149,11 +214,16 @@ class Ledger:
         Args:
             state: Result of `state_dict` in the checkpoint.
         """
-        now, then = self.seconds(), state["seconds"]
+        missing, now, then = self.missing(), self.seconds(), state["seconds"]
         down = now.get(DOWN, 0.0)
         lost = sum(now.values()) - down - sum(then.values()) + then.get(DOWN, 0.0)
         self._seconds = defaultdict(float, {**then, DOWN: down})
         self._add(LOST, lost)
+        kept = state.get("missing", {})
+        self._missing = defaultdict(float, kept)
+        if (more := sum(missing.values()) - sum(kept.values())) > 0:
+            self._missing[LOST] += more
+        self._settled = dict(self._seconds)
 
     def place(self) -> int:
         """Return the number of this moment, for `lose`."""

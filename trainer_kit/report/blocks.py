@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainer_kit.report import drawing, facts, wording
 from trainer_kit.report.colours import DASHES, bar_role, role_of
+from trainer_kit.report.machine_band import MISSING, MachineBand
 from trainer_kit.report.markup import Markup, element, joined, text
 from trainer_kit.report.panels import Panel, Series, Table
 from trainer_kit.report.timeline import Timeline
@@ -51,6 +52,20 @@ def timeline(each: Timeline, name: str, title: str) -> Markup:
     marks = sorted({mark.kind for mark in each.marks}, reverse=True)
     legend += [_entry(Markup(f'<span aria-hidden="true">{_MARKS[kind]}</span>'), kind, "") for kind in marks]
     return _figure(title, legend, drawn, "", each.table(), wide=True)
+
+
+def machines(band: MachineBand, name: str, title: str) -> Markup:
+    """Return the machines of a run over time with their legend, and a table of their changes.
+
+    Args:
+        band: The machines.
+        name: Prefix of the identifiers in the plot, unique in the page.
+        title: Title of the plot.
+    """
+    drawn = _drawn(lambda name, size: drawing.machines(band, name, size), name, wide=True)
+    shares = {MISSING: wording.percent(band.missing)}
+    legend = [_entry(area(role_of(kind)), kind, shares.get(kind, "")) for kind in band.kinds]
+    return _figure(title, legend, drawn, "Dashed lines mark changes.", band.table(), wide=True)
 
 
 _MARKS = {"restart": "▼", "rollback": "◀"}

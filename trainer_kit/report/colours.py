@@ -30,13 +30,16 @@ DARK = {
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2), (9, 3), (3, 1, 1, 1))
 """Lengths of dashes and gaps, in line widths, for each line colour."""
 
-_ACTIVITIES = {"logging and callbacks": "logging", "not recorded": "unknown"}
+_ACTIVITIES = {
+    "logging and callbacks": "logging", "not recorded": "unknown",
+    "training": "forward", "missing": "lost", "standing still": "down",
+}  # fmt: skip
 _COMPONENTS = {"weights": "forward", "gradients": "backward", "optimizer": "optimizer", "activations": "data"}
 _OTHERS = ("evaluation", "logging", "saving", "setup", "loop")
 
 
 def role_of(activity: str) -> str:
-    """Return the role of an activity of the timeline."""
+    """Return the role of an activity of the timeline, or of a kind of time of the machines."""
     return _ACTIVITIES.get(activity, activity)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from trainer_kit.report import facts, wording
 from trainer_kit.report.colours import DASHES, LIGHT, bar_role, role_of
 from trainer_kit.report.history import RunHistory
+from trainer_kit.report.machine_band import MISSING, STILL, TRAINING, MachineBand
 from trainer_kit.report.markup import printable, text
 from trainer_kit.report.panels import Panel, Series, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
@@ -35,8 +36,8 @@ _Scale = tuple[Locator, Callable[[float], str]]  # positions and labels of its t
 _CROSSES = 50
 _AWAY = 6 / 72  # inches between a plot and its labels
 
-HATCHED = ("lost", "down")
-"""Activities without a lasting result."""
+HATCHED = ("lost", "down", MISSING, STILL)
+"""Activities and times without a lasting result."""
 
 NARROW, WIDE = (420, 236), (860, 260)
 """Width and height of a plot in CSS pixels: in one column or on a phone, and over the whole page."""
@@ -107,6 +108,19 @@ def timeline(each: Timeline, name: str, size: tuple[int, int] = WIDE) -> str:
     return _svg(axes.figure, name, each.description())
 
 
+def machines(band: MachineBand, name: str, size: tuple[int, int] = WIDE) -> str:
+    """Return the machines over the wall-clock time as SVG.
+
+    Args:
+        band: The machines.
+        name: Prefix of the identifiers in the SVG.
+        size: Width and height in CSS pixels.
+    """
+    axes = _axes((size[0], 150))
+    draw_machines(axes, band, _TOKENS)
+    return _svg(axes.figure, name, band.description())
+
+
 def bars(rows: dict[str, dict[str, float]], name: str, label: str, size: tuple[int, int] = WIDE) -> str:
     """Return stacked bars as SVG, one per row with its name above it.
 
@@ -138,9 +152,15 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
         for name, history in zip(names, histories, strict=True)
         if Timeline.exists(history)
     ]
+    bands = [
+        (f"{band.title} of {name}" if len(names) > 1 else band.title, band)
+        for name, band in (
+            (name, MachineBand(each)) for name, each in zip(names, histories, strict=True) if MachineBand.exists(each)
+        )
+    ]
     parts = [facts.anatomy(history) for history in histories]
     bars = {"" if len(names) == 1 else name: part for name, part in zip(names, parts, strict=True) if part}
-    count = max(1, len(found) + len(timelines) + bool(bars))
+    count = max(1, len(found) + len(timelines) + len(bands) + bool(bars))
     columns = min(count, 3 if count > 4 else 2)
     rows = -(-count // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.4), layout="constrained", facecolor=LIGHT["page"])
@@ -155,6 +175,10 @@ def _picture(histories: Sequence[RunHistory]) -> Figure:
         axes = _plain(next(grid))
         draw_timeline(axes, timeline, LIGHT, 140)
         _entitle(axes, title, legend=True, columns=3, pad=16)
+    for title, band in bands:
+        axes = _plain(next(grid))
+        draw_machines(axes, band, LIGHT)
+        _entitle(axes, title, legend=True, columns=3)
     if bars:
         axes = _plain(next(grid))
         draw_bars(axes, bars, LIGHT)
@@ -296,6 +320,40 @@ def draw_timeline(axes: Axes, each: Timeline, colours: dict[str, str], columns: 
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1)
     _rule(axes, colours, (_ticks(6), "{:.4g}".format), (_ticks(4), wording.percent), f"wall time in {unit}")
+
+
+def draw_machines(axes: Axes, band: MachineBand, colours: dict[str, str]) -> None:
+    """Draw the number of machines over time, with those that are missing, and a mark at each change.
+
+    Args:
+        axes: Empty axes.
+        band: The machines.
+        colours: Colours by role.
+    """
+    factor, unit = _time_unit(band.length)
+    for span in band.spans:
+        begin, length = span.begin * factor, (span.end - span.begin) * factor
+        parts = (
+            [(0, span.present, TRAINING), (span.present, band.full, MISSING)]
+            if span.present
+            else [(0, band.full, STILL)]
+        )
+        for low, high, kind in parts:
+            axes.bar(begin, high - low, length, low, align="edge", **_filling(kind, colours))
+    for change in band.changes:
+        axes.axvline(change.second * factor, color=colours["text"], linewidth=1.2, linestyle=(0, (3, 2)))
+    for kind in band.kinds:
+        axes.bar(0, 0, label=kind, **_filling(kind, colours))
+    axes.set_xlim(0, band.length * factor)
+    axes.set_ylim(0, band.full)
+    up = _ticks(4, integer=True), "{:,.0f}".format
+    _rule(axes, colours, (_ticks(6), "{:.4g}".format), up, f"wall time in {unit}")
+
+
+def _filling(kind: str, colours: dict[str, str]) -> dict[str, Any]:
+    hatched = kind in HATCHED
+    edge = colours["hatch"] if hatched else "none"
+    return {"facecolor": colours[role_of(kind)], "hatch": "///" * hatched, "edgecolor": edge, "linewidth": 0}
 
 
 def draw_bars(axes: Axes, rows: dict[str, dict[str, float]], colours: dict[str, str]) -> None:

@@ -48,6 +48,12 @@ class LoggedEvent(NamedTuple):
         time = self.record.get("time")
         return float(time) if isinstance(time, (int, float)) else math.nan
 
+    @property
+    def began(self) -> float:
+        """Time at which a start's setup began; for other events, their own time."""
+        began = self.record.get("began")
+        return float(began) if isinstance(began, (int, float)) and math.isfinite(began) else self.time
+
 
 class Best(NamedTuple):
     """The best evaluation: the name of its metric, its step and the value."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer_kit.report import facts, wording
 from trainer_kit.report.history import RunHistory
+from trainer_kit.report.machine_band import MachineBand
 from trainer_kit.report.panels import Panel, Series, Table, names_of, panels, thin
 from trainer_kit.report.timeline import Timeline
 from trainer_kit.utils.units import format_count, join_names
@@ -30,6 +31,10 @@ def markdown(histories: Sequence[RunHistory]) -> str:
     parts = [f"## Training report: {escaped(join_names(names))}", _summary(histories, names, timelines)]
     parts += curves(histories)
     parts.append(_time(names, timelines))
+    for name, history in zip(names, histories, strict=True):
+        if MachineBand.exists(history):
+            band = MachineBand(history)
+            parts.append(section(_of(name, band.title, histories), band.table()))
     if any(facts.anatomy(history) for history in histories):
         parts.append(section(facts.ANATOMY_TITLE, facts.anatomy_table(histories)))
     if len(histories) == 1 and (table := facts.evaluations(histories[0], _ROWS)) is not None:

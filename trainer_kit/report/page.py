@@ -10,6 +10,7 @@ from typing import NamedTuple
 from trainer_kit._version import __version__
 from trainer_kit.report import blocks, colours, drawing, facts, wording
 from trainer_kit.report.history import RunHistory
+from trainer_kit.report.machine_band import MachineBand
 from trainer_kit.report.markup import Markup, element, joined
 from trainer_kit.report.panels import Table, names_of, panels
 from trainer_kit.report.timeline import Timeline
@@ -146,6 +147,11 @@ def _time(runs: _Runs) -> Section | None:
         for number, (name, each) in enumerate(zip(runs.names, runs.timelines, strict=True))
         if each is not None
     ]
+    for number, (name, history) in enumerate(zip(runs.names, runs.histories, strict=True)):
+        if MachineBand.exists(history):
+            band = MachineBand(history)
+            title = band.title if runs.is_one else f"{name}: {band.title.lower()}"
+            figures.append(blocks.machines(band, f"machines-{number}", title))
     return Section("time", "Where the time went", element("div", *figures, class_="grid")) if figures else None
 
 

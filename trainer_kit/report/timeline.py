@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from trainer_kit.report import wording
-from trainer_kit.report.history import CALLBACK, SECONDS, Array, LoggedEvent, RunHistory
+from trainer_kit.report.history import CALLBACK, SECONDS, Array, RunHistory
 from trainer_kit.report.panels import Table
 from trainer_kit.utils.units import format_duration, join_names
 
@@ -90,7 +90,7 @@ class Timeline:
             name: float(seconds.sum()) for name, seconds in self._spans.seconds.items() if seconds.any()
         }
         self.marks = [
-            Mark(_began(event) - self._origin, _KINDS[event.name], event.step)
+            Mark(event.began - self._origin, _KINDS[event.name], event.step)
             for event in history.events
             if event.name in _KINDS and event is not history.starts[0]
         ]
@@ -185,7 +185,7 @@ def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float,
     firsts = np.searchsorted(history.places, [*(event.place for event in history.starts), history.count])
     end_before = -math.inf
     for number, (start, end) in enumerate(zip(history.starts, history.ends, strict=True)):
-        began = min(max(_began(start), end_before), start.time)
+        began = min(max(start.began, end_before), start.time)
         if number:
             found.append((end_before, began, {DOWN: max(0.0, began - end_before)}))
         found.append((began, start.time, {"setup": start.time - began}))
@@ -196,12 +196,6 @@ def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float,
         found.append((last, end, _rest(history, spans, room) if is_last else {LOST: room}))
         end_before = end
     return found
-
-
-def _began(event: LoggedEvent) -> float:
-    """Return the time at which a start's setup began; for other events, their own time."""
-    began = event.record.get("began")
-    return float(began) if isinstance(began, (int, float)) and math.isfinite(began) else event.time
 
 
 def _rest(history: RunHistory, spans: _Spans, room: float) -> dict[str, float]:

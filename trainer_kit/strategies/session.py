@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer_kit.config import environment
+from trainer_kit.errors import CutOffError
 from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.utils.membership_claim import report_claim
 
 logger = logging.getLogger("trainer_kit")
 
@@ -66,6 +68,24 @@ class Session:
         if path is not None:
             with contextlib.suppress(OSError):  # the next comparison asks again
                 Path(path).with_name(REPLACE).touch()
+
+    @contextlib.contextmanager
+    def reporting_claim(self) -> Iterator[None]:
+        """Report to this machine's launcher whether the main process can claim the output folder in the block."""
+        try:
+            yield
+        except CutOffError:
+            self._report_claim(is_held=False)
+            raise
+        self._report_claim(is_held=True)
+
+    def _report_claim(self, is_held: bool) -> None:
+        membership, path = environment.membership(), environment.progress_file()
+        if membership is not None and path is not None and self.collectives.is_local_main:
+            try:
+                report_claim(Path(path), membership.number, is_held)
+            except OSError as error:
+                logger.warning("the launcher could not be told who holds the output folder: %s", error)
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return the main process's folder, or a copy of it if this process cannot read it. Collective."""

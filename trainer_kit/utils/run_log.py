@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_kit._version import __version__
 
@@ -99,19 +99,43 @@ class LogFile:
                 )
 
 
-def logged_after(path: Path, moment: float) -> float:
-    """Return the seconds that the starts of a run logged after a moment, without the pauses between starts.
+class LoggedWork(NamedTuple):
+    """What the starts of a run logged after a checkpoint.
+
+    Attributes:
+        seconds: Their time, without the pauses between starts.
+        steps: Their steps, as far as records show them.
+        memberships: The "membership" records.
+    """
+
+    seconds: float
+    steps: int
+    memberships: list[Record]
+
+
+def logged_after(path: Path, moment: float, step: int) -> LoggedWork:
+    """Return what the starts of a run logged after a checkpoint.
 
     Args:
         path: The log; one that is missing or damaged counts as far as it can be read.
-        moment: Seconds since 1970.
+        moment: Time of the checkpoint, in seconds since 1970.
+        step: Step of the checkpoint.
     """
-    seconds, last = 0.0, moment
+    seconds, steps, last = 0.0, 0, moment
+    begun = reached = step
+    memberships = []
     with contextlib.suppress(OSError, ValueError):
         for record in itertools.chain.from_iterable(LogFile(path).pieces()):
-            if (time := record.get("time", last)) > last:
-                seconds, last = seconds + time - max(last, record.get("began", last)), time
-    return seconds
+            if (time := record.get("time", last)) <= last:
+                continue
+            seconds, last = seconds + time - max(last, record.get("began", last)), time
+            if record["event"] in BEGINNINGS:
+                steps += reached - begun if record["event"] == "start" else 0
+                begun = reached = record["step"]
+            reached = max(reached, record["step"])
+            if record["event"] == "membership":
+                memberships.append(record)
+    return LoggedWork(seconds, steps + reached - begun, memberships)
 
 
 def append_record(path: Path, event: str, step: int, values: Mapping[str, Any]) -> None:

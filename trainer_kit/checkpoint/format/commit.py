@@ -31,6 +31,7 @@ from trainer_kit.checkpoint.format.manifest import (
 )
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, write_shards
 from trainer_kit.checkpoint.format.snapshot import Snapshot
+from trainer_kit.config import environment
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # another process has created it meanwhile
 
@@ -166,7 +167,9 @@ def _write_own_files(staging: Path, snapshot: Snapshot) -> dict[str, FileEntry]:
 
 def _seal(staging: Path, written: Mapping[str, FileEntry], snapshot: Snapshot) -> None:
     """Write the manifest and flush all folders, so that the staged checkpoint is complete before the rename."""
-    write_json(staging / MANIFEST_NAME, Manifest.of(written, snapshot.step, snapshot.world_size).to_json())
+    membership = environment.membership()
+    number = None if membership is None else membership.number
+    write_json(staging / MANIFEST_NAME, Manifest.of(written, snapshot.step, snapshot.world_size, number).to_json())
     for folder in {staging / parent for name in written for parent in PurePosixPath(name).parents}:
         fsync_directory(folder)
 

@@ -53,6 +53,7 @@ class Manifest:
         trainer_kit_version: Version of trainer_kit that wrote the checkpoint.
         time: Time of writing, in UTC, as ISO 8601.
         format_version: Version of the format.
+        membership: Number of the machines' membership in an elastic run; None for any other run.
     """
 
     step: int
@@ -62,22 +63,26 @@ class Manifest:
     trainer_kit_version: str
     time: str
     format_version: int = FORMAT_VERSION
+    membership: int | None = None
 
     def __post_init__(self) -> None:
         if not (_is_count(self.step) and _is_count(self.world_size)):
             raise TypeError(f"step={self.step!r:.50} or world_size={self.world_size!r:.50} is no number")
         if not all(isinstance(text, str) for text in (self.torch_version, self.trainer_kit_version, self.time)):
             raise TypeError("a version or the time is no text")
+        if not (self.membership is None or _is_count(self.membership)):
+            raise TypeError(f"membership={self.membership!r:.50} is no number")
         datetime.fromisoformat(self.time)
 
     @classmethod
-    def of(cls, files: Mapping[str, FileEntry], step: int, world_size: int) -> Manifest:
+    def of(cls, files: Mapping[str, FileEntry], step: int, world_size: int, membership: int | None = None) -> Manifest:
         """Create the manifest of these files, with the present time and versions.
 
         Args:
             files: Entries by relative path.
             step: Number of optimizer steps taken.
             world_size: Number of processes of the run.
+            membership: See `Manifest`.
         """
         return cls(
             step=step,
@@ -86,11 +91,14 @@ class Manifest:
             torch_version=str(torch.__version__),
             trainer_kit_version=__version__,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            membership=membership,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, with its own checksum."""
         content = dataclasses.asdict(self)
+        if self.membership is None:  # as versions before it wrote
+            del content["membership"]
         return {**content, "checksum": _content_checksum(content)}
 
     @classmethod

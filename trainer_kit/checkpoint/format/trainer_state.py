@@ -96,6 +96,8 @@ _ARGUMENTS: Mapping[str, Rule] = {
     "dataloader_drop_last": BOOL,
 }
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
+_MEMBERSHIPS: Mapping[str, Rule] = {"entries": _LIST, "members": OBJECT, "full": _SIZE, "again": COUNT}
+_MEMBERSHIP: Mapping[str, Rule] = {"number": _SIZE, "machines": _SIZE, "processes": _SIZE}
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
 _ORDER: dict[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
 _WORKER: Mapping[str, Rule] = {
@@ -178,7 +180,13 @@ def read_ledger(directory: Path) -> dict[str, Any]:
     file = CheckedFile(directory / STATE_FOLDER / "ledger.json")
     file.check(ledger, _LEDGER)
     assert ledger is not None
-    file.check(ledger["seconds"], dict.fromkeys(ledger["seconds"], _SECONDS), "seconds.")
+    for name in ("seconds", *(["missing"] if "missing" in ledger else [])):
+        file.check(ledger, {name: OBJECT})
+        file.check(ledger[name], dict.fromkeys(ledger[name], _SECONDS), f"{name}.")
+    if "memberships" in ledger:  # earlier versions did not write it
+        file.check(ledger["memberships"], _MEMBERSHIPS, "memberships.")
+        for number, entry in enumerate(ledger["memberships"]["entries"]):
+            file.check(entry, _MEMBERSHIP, f"memberships.entries[{number}].")
     return ledger
 
 

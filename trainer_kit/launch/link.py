@@ -1,0 +1,98 @@
+"""`Link`: a machine's connection to the store, with its signs of life."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from trainer_kit.launch.keeper import MACHINES, MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
+from trainer_kit.launch.presence import be_present
+from trainer_kit.launch.store import answers, connect_store
+
+_PEEK_SECONDS = 2.0
+
+
+class Link:
+    """A machine's connection to the store, with its signs of life.
+
+    Args:
+        address: Address of the store.
+        port: Port of the store.
+        run_id: Name of the run.
+        interval: Seconds between two signs of life.
+        serves: Whether this machine serves the store, so that it arrives first.
+
+    Attributes:
+        address: The argument of the same name.
+        port: The argument of the same name.
+        store: Client of the store.
+        number: Number of this machine, in order of arrival.
+        tcp_store: The same client, without the prefix of the run.
+    """
+
+    def __init__(self, address: str, port: int, run_id: str, interval: float, serves: bool = False) -> None:
+        self.address, self.port = address, port
+        self.tcp_store: TCPStore = connect_store(address, port)
+        self.store: Store = PrefixStore(run_id, self.tcp_store)
+        presence = 0 if serves else int(self.store.get(PRESENCE))  # set when the first machine has its number
+        self.number: int = self.store.add(MACHINES, 1) - 1
+        self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
+        self._interval = interval
+        self._done = threading.Event()
+        self._beats.add(beat_key(self.number), 1)
+        self._presence = None if serves else be_present(address, presence, self.number)
+        self._thread = threading.Thread(target=self._beat, name="trainer_kit signs of life", daemon=True)
+        self._thread.start()
+
+    def announce(self, facts: Facts) -> None:
+        """Write what the keeper needs to know of this machine.
+
+        Args:
+            facts: What it says about itself.
+        """
+        self.store.set(machine_key(self.number), facts.to_json())
+
+    def is_alive(self) -> bool:
+        """Return whether this machine can give signs of life, and the store answers."""
+        return self._thread.is_alive() and answers(self.address, self.port)
+
+    def stop(self) -> None:
+        """Give no more signs of life."""
+        self._done.set()
+        if self._presence is not None:
+            self._presence.close()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not self._done.wait(self._interval):
+                self._beats.add(beat_key(self.number), 1)
+
+
+def published_at(addresses: Sequence[str], port: int, run_id: str) -> list[int | None]:
+    """Return the numbers of the memberships in the stores of other candidates; None for each that serves no store.
+
+    Args:
+        addresses: Addresses of the candidates; all are asked at the same time, since one that is cut off takes seconds.
+        port: Port of the store.
+        run_id: Name of the run.
+    """
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return list(pool.map(lambda address: _published_at(address, port, run_id), addresses))
+
+
+def _published_at(address: str, port: int, run_id: str) -> int | None:
+    if not answers(address, port):
+        return None
+    try:
+        store = PrefixStore(run_id, connect_store(address, port, _PEEK_SECONDS))
+        if not store.check([MEMBERSHIP]):
+            return None
+        return Published.from_json(store.get(MEMBERSHIP)).membership.number
+    except (RuntimeError, TimeoutError):  # it is just ending, or another program
+        return None
