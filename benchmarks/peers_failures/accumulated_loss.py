@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from contenders import (
     TokenModel,
-    has_keras,
-    has_lightning,
+    has,
     keras_model,
     language_model,
     lightning_module,
@@ -119,9 +118,9 @@ def main() -> None:
                 "trainer_kit": functools.partial(trainer_kit, folder=Path(folder) / "ours"),
                 "trainer_kit's Accelerator": functools.partial(loop, OwnAccelerator),
             }
-            if has_lightning():
+            if has("lightning"):
                 contenders["lightning"] = functools.partial(lightning, folder=Path(folder) / "lightning")
-            if has_keras() and make is token_model:
+            if has("keras") and make is token_model:
                 contenders["keras"] = keras
             for contender, take_step in contenders.items():
                 take_step(model := make())

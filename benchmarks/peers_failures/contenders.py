@@ -145,9 +145,9 @@ def own_trainer(
     return Trainer(model, args, train, evaluation, **others)
 
 
-def has_lightning() -> bool:
-    """Return whether Lightning is installed; the scripts leave it out where it is not."""
-    return importlib.util.find_spec("lightning") is not None
+def has(package: str) -> bool:
+    """Return whether a package is installed; the scripts leave a peer out that is not."""
+    return importlib.util.find_spec(package) is not None
 
 
 def lightning_module(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -194,9 +194,12 @@ def lightning_trainer(folder: Path, **options: Any) -> Any:
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **{**silent, **options})
 
 
-def has_keras() -> bool:
-    """Return whether keras is installed; the scripts leave it out where it is not."""
-    return importlib.util.find_spec("keras") is not None
+def keras_on_torch() -> Any:
+    """Return the package keras on the backend torch."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    return keras
 
 
 def keras_model(model: TokenModel, optimizer: Mapping[str, Any]) -> Any:
@@ -206,9 +209,7 @@ def keras_model(model: TokenModel, optimizer: Mapping[str, Any]) -> Any:
         model: The model.
         optimizer: Arguments of its optimizer, SGD.
     """
-    os.environ["KERAS_BACKEND"] = "torch"
-    import keras
-
+    keras = keras_on_torch()
     keras.config.set_floatx("float64")
     width = model.embedding.embedding_dim
     made = keras.Sequential([keras.layers.Embedding(VOCABULARY, width), keras.layers.Dense(VOCABULARY)])

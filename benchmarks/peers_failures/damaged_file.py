@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from contenders import (
     Regression,
-    has_lightning,
+    has,
     lightning_module,
     lightning_trainer,
     loader,
@@ -208,7 +208,7 @@ def outcome(contender: Contender, trained: Path, damage: Callable[[Path], None])
 def main() -> None:
     """Prints what each contender does with each damage."""
     lightning = Contender("lightning", train_lightning, resume_lightning, "step=4.ckpt")
-    for contender in [*CONTENDERS, *[lightning] * has_lightning()]:
+    for contender in [*CONTENDERS, *[lightning] * has("lightning")]:
         with tempfile.TemporaryDirectory() as name:
             trained = Path(name) / "run"
             contender.train(trained)

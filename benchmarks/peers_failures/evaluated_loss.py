@@ -18,8 +18,7 @@ import torch
 from contenders import (
     IGNORED,
     TokenModel,
-    has_keras,
-    has_lightning,
+    has,
     keras_model,
     language_model,
     lightning_module,
@@ -79,9 +78,9 @@ def main() -> None:
         "transformers": functools.partial(by_trainer, transformers_trainer),
         "trainer_kit": functools.partial(by_trainer, own_trainer),
     }
-    if has_lightning():
+    if has("lightning"):
         contenders["lightning"] = by_lightning
-    if has_keras():
+    if has("keras"):
         contenders["keras"] = by_keras
     for name, make in MODELS.items():
         true = true_loss(make())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from contenders import (
     finish,
-    has_lightning,
+    has,
     lightning_module,
     lightning_trainer,
     loader,
@@ -197,7 +197,7 @@ def main() -> None:
         print(CONTENDERS[name].train(Path(path), how == "resume"))
         return
     for name in CONTENDERS:
-        if name == "lightning" and not has_lightning():
+        if name == "lightning" and not has("lightning"):
             continue
         what = second_start(name)
         show(name, what.startswith("resumes"), f"killed in the save of step 2, the second start {what}")

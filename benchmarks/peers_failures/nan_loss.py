@@ -7,7 +7,6 @@ A contender is right if the weights are finite afterwards.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +14,8 @@ from pathlib import Path
 import torch
 from contenders import (
     Regression,
-    has_keras,
-    has_lightning,
+    has,
+    keras_on_torch,
     lightning_module,
     lightning_trainer,
     loader,
@@ -66,11 +65,9 @@ def lightning(folder: Path) -> None:
 
 def keras() -> None:
     """Train with keras' `fit`."""
-    os.environ["KERAS_BACKEND"] = "torch"
-    import keras
-
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.layers.Dense(1)])
+    package = keras_on_torch()
+    package.utils.set_random_seed(0)
+    model = package.Sequential([package.layers.Dense(1)])
     model.compile("adam", "mse")
     inputs = stacked(samples())["x"].numpy()
     model.fit(inputs, inputs.sum(-1), batch_size=4, shuffle=False, verbose=0)
@@ -98,9 +95,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         transformers(Path(folder) / "theirs")
         trainer_kit(Path(folder) / "ours")
-        if has_lightning():
+        if has("lightning"):
             lightning(Path(folder) / "lightning")
-        if has_keras():
+        if has("keras"):
             keras()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from contenders import (
     Regression,
-    has_lightning,
+    has,
     lightning_module,
     lightning_trainer,
     loader,
@@ -83,7 +83,7 @@ def trainer_kit(folder: Path, first: int, second: int) -> list[int]:
 def main() -> None:
     """Prints how often the samples are seen."""
     contenders = {"transformers": transformers, "trainer_kit": trainer_kit}
-    if has_lightning():
+    if has("lightning"):
         contenders["lightning"] = lightning
     for first, second in SIZES:
         for contender, train in contenders.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from contenders import (
     Regression,
-    has_lightning,
+    has,
     lightning_module,
     lightning_trainer,
     loader,
@@ -127,7 +127,7 @@ def trainer_kit(folder: Path, mark: Path) -> bool:
 def main() -> None:
     """Prints whether the code ran."""
     contenders = {"transformers": transformers, "accelerate": accelerate, "trainer_kit": trainer_kit}
-    if has_lightning():
+    if has("lightning"):
         contenders["lightning"] = lightning
     for contender, ran in contenders.items():
         with tempfile.TemporaryDirectory() as name:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import deque
 
 import pytest
@@ -32,8 +34,11 @@ class Launchers:
         self.store, self.clock = dist.HashStore(), Clock()
         self.alive: set[int] = set()
         self.ended = deque[int]()
-        limits = {"last_call": 3, "patience": 3}
-        self.keeper = Keeper(self.store, least, most, **limits, clock=self.clock.monotonic, ended=self.ended)
+        ports, limits = itertools.count(4000), {"last_call": 3, "patience": 3}
+        serve_ranks = functools.partial(next, ports)
+        self.keeper = Keeper(
+            self.store, least, most, **limits, serve_ranks=serve_ranks, clock=self.clock.monotonic, ended=self.ended
+        )
 
     def come(self, *past: Membership, name: str = "", **fields: bool) -> int:
         number = self.store.add(MACHINES, 1) - 1
@@ -90,6 +95,7 @@ def test_all_come(launchers: Launchers) -> None:
     assert (published.membership.number, published.numbers) == (1, (0, 1, 2))
     assert published.membership.hosts == ("host-0", "host-1", "host-2")
     assert (published.bases, published.right, published.gone, published.joined) == ((), Right.MAJORITY, (), ())
+    assert published.port == 4000
 
 
 def test_the_last_call_ends(launchers: Launchers) -> None:
@@ -114,6 +120,7 @@ def test_a_silent_machine_is_left_out_and_joins_later(launchers: Launchers) -> N
     second = launchers.membership
     assert (second.number, launchers.published.numbers) == (2, (0, 2))
     assert (launchers.published.gone, launchers.published.bases) == (("host-1",), (first,))
+    assert launchers.published.port == 4001, "the first store holds the addresses of the processes before"
     assert launchers.keeper.alive() == 2
     launchers.alive.add(1)
     launchers.wait(1, first)

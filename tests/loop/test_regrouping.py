@@ -43,7 +43,7 @@ class Breaks(Callback):
 
     def __init__(self, hook: str) -> None:
         self.regrouped = 0
-        self._hook, self._done = hook, False
+        self._hook, self._done = "on_step_end" if hook == "note" else hook, False
 
     def on_regroup(self, run: Run) -> None:
         self.regrouped += 1
@@ -51,7 +51,8 @@ class Breaks(Callback):
 
 def _breaking(hook: str) -> Callable[..., None]:
     def call(self: Breaks, run: Run, *given: Any) -> None:
-        if hook == self._hook and not self._done and run.strategy.rank == 1 and run.state.step >= BREAK - 1:
+        is_due = hook == self._hook and not self._done
+        if is_due and run.strategy.rank == 1 and run.state.step >= BREAK - 1:
             self._done = True
             run.strategy.group.break_off()  # type: ignore[attr-defined]
 
@@ -81,6 +82,8 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
             patch.setenv(variable, value)
         patch.setattr(regrouping, "ask_for_place", next_place)
         patch.setattr(regrouping, "heal", counted)
+        if hook == "note":
+            patch.setattr(regrouping, "note_regroup", break_once(regrouping.note_regroup))
         if hook == "behind":
             patch.setattr(DDP, "step", lose_once(DDP.step, always))
         torch.manual_seed(0)
@@ -102,6 +105,19 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
 def next_place(folder: Path, number: int, membership: str, is_stopped: Any) -> dict[str, str]:
     name, _, count = membership.partition("/")
     return {"TORCHELASTIC_RESTART_COUNT": count, "TRAINER_KIT_MEMBERSHIP": f"{name}/{int(count) + 1}/{count}/0"}
+
+
+def break_once(note: Any) -> Callable[..., None]:
+    """The connections break once more while the processes that are left count one another."""
+    begun = list[int]()
+
+    def call(run: Run, *given: Any) -> None:
+        begun.append(1)
+        if len(begun) == 1 and run.strategy.rank == 1:
+            run.strategy.group.break_off()  # type: ignore[attr-defined]
+        note(run, *given)
+
+    return call
 
 
 def lose_once(step: Any, always: bool) -> Callable[..., Any]:
@@ -127,7 +143,9 @@ def try_train(folder: Path, *given: Any) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "hooks"), [("net", (*HOOKS, "behind")), ("plain", ("on_step_end", "behind"))])
+@pytest.mark.parametrize(
+    ("model", "hooks"), [("net", (*HOOKS, "note", "behind")), ("plain", ("on_step_end", "behind"))]
+)
 def test_it_ends_as_an_undisturbed_one(tmp_path: Path, model: str, hooks: tuple[str, ...]) -> None:
     quiet = try_train(tmp_path / "quiet", "never", model)
     assert [result[2:] for result in quiet] == [(0, 0)] * 2

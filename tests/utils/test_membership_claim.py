@@ -53,6 +53,28 @@ def test_an_older_membership_commits_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / NAME).exists()
 
 
+def test_a_process_may_train_again_in_its_membership(tmp_path: Path) -> None:
+    """In the same folder, after a refusal too, and in another one; the other half of a cut network may not."""
+    place = MembershipPlace("run", 2, 1, needs_claim=True)
+    claim(tmp_path, 1, 0).take()
+    in_use = RunLock(tmp_path)
+    in_use.acquire()
+    with pytest.raises(FolderInUseError):
+        RunLock(tmp_path, membership=place).acquire()
+    in_use.release()
+    for _ in range(2):
+        lock = RunLock(tmp_path, membership=place)
+        lock.acquire()
+        with pytest.raises(CutOffError):
+            claim(tmp_path, 3, 1).take()
+        lock.release()
+    (tmp_path / "other").mkdir()
+    claim(tmp_path / "other", 2, 1, needs_claim=True).take()
+    claim(tmp_path, 3, 2).take()
+    with pytest.raises(CutOffError, match="belongs to membership 3"):
+        RunLock(tmp_path, membership=place).acquire()
+
+
 def test_a_newer_membership_takes_the_lock_over(tmp_path: Path) -> None:
     old, new = (RunLock(tmp_path, membership=MembershipPlace("run", number, number - 1)) for number in (1, 2))
     old.acquire()

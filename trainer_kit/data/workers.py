@@ -54,7 +54,7 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
         # The DataLoader's frames form a reference cycle with the error. Without this, the garbage collector ends the
         # workers late and with error messages.
         traceback.clear_frames(error.__traceback__)
-        said = "" if watch is None else watch.found or _found(iterator, str(error))
+        said = "" if watch is None else watch.close() or _found(iterator, str(error))
         if said:
             raise WorkerError(f"no batch came within {timeout_name}={loader.timeout:g} seconds: {said}") from error
         if isinstance(error, (EOFError, ConnectionError)) and "in DataLoader worker" not in str(error):
@@ -93,14 +93,13 @@ class _Watch(threading.Thread):
             since = self.since
             if since is None or time.monotonic() - since < self._timeout:
                 continue
-            for number, worker in _stopped(self._iterator):
-                self.found = f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
-                _forget_pids(self._iterator)
-                worker.kill()  # no other signal reaches it
+            self.found = _kill_stopped(self._iterator) or self.found
 
-    def close(self) -> None:
+    def close(self) -> str:
+        """End the thread; return `found`, which is set only after the worker is killed."""
         self._closed.set()
         self.join()
+        return self.found
 
 
 def _forget_pids(iterator: Any) -> None:
@@ -110,20 +109,24 @@ def _forget_pids(iterator: Any) -> None:
         torch._C._remove_worker_pids(id(iterator))
 
 
-def _stopped(iterator: Any) -> list[tuple[int, Any]]:
-    """Return the stopped workers with their numbers."""
-    workers = [(number, worker) for number, worker in enumerate(iterator._workers) if worker.is_alive()]
-    return [each for each in workers if psutil.Process(each[1].pid).status() == psutil.STATUS_STOPPED]
+def _kill_stopped(iterator: Any) -> str:
+    """Kill the stopped workers, which no other signal reaches; return words for the last one, empty without any."""
+    found = ""
+    for number, worker in enumerate(iterator._workers):
+        if worker.is_alive() and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:
+            found = f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
+            _forget_pids(iterator)
+            worker.kill()
+    return found
 
 
 def _found(iterator: Any, message: str) -> str:
     """Describe and kill the worker that torch waited for when its timeout expired; empty for another error."""
     if not message.startswith("DataLoader timed out"):
         return ""
+    if found := _kill_stopped(iterator):
+        return found
     _forget_pids(iterator)
-    for number, worker in _stopped(iterator):
-        worker.kill()
-        return f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
     late, *_ = iterator._task_info[iterator._rcvd_idx]
     worker = iterator._workers[late]
     worker.kill()  # torch would wait for it, and its SIGTERM ends it late
@@ -147,16 +150,16 @@ def worker_init(own: Callable[[int], Any] | None = None, context: Any = None) ->
 
 def _begin_worker(main: int | None, own: Callable[[int], Any] | None, number: int) -> None:
     """Exit if the main process was killed meanwhile: torch would take the adopting process for it, forever."""
-    if main is not None and os.getppid() != main:
-        os._exit(1)
     if main is not None:
-        _watch(main)
+        if os.getppid() != main:
+            os._exit(1)
+        _keep_main(main)
     _outlive_signals()
     if own is not None:
         own(number)
 
 
-def _watch(main: int) -> None:
+def _keep_main(main: int) -> None:
     """Let torch's watchdog, which this worker creates later, watch the main process even if that is killed before."""
 
     class Watchdog(torch_worker.ManagerWatchdog):

@@ -7,6 +7,7 @@ import math
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ from trainer_kit.launch.link import Link, published_at
 from trainer_kit.launch.membership import Membership, Right
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.rendezvous import Waiting
-from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_store
+from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_free_port, serve_store
 from trainer_kit.utils.membership_claim import read_claim
 from trainer_kit.utils.units import format_duration
 
@@ -74,6 +75,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
         self._id = uuid.uuid4().hex
         self._server: TCPStore | None = None
+        self._rank_servers: deque[TCPStore] = deque(maxlen=2)  # ranks of the last membership may still be leaving
         self._keeper: Keeper | None = None
         self._presence: Presence | None = None
         self._link: Link | None = None
@@ -145,10 +147,8 @@ class ElasticRendezvous(RendezvousHandler):
         self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
         store = PrefixStore(str(now.number), link.store)
         store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
-        address, port = link.address, link.port
-        if self._own is not None and self.serves:
-            address = self._candidates[self._own]
-        info = RendezvousStoreInfo(address, port)
+        address = self._candidates[self._own] if self._own is not None and self.serves else link.address
+        info = RendezvousStoreInfo(address, published.port)
         return RendezvousInfo(store, now.machines.index(self._id), len(now.machines), info)
 
     def confirm(self) -> None:
@@ -256,12 +256,23 @@ class ElasticRendezvous(RendezvousHandler):
             seconds = config.last_call_seconds, config.silence_seconds
             self._presence = Presence()
             is_only = len(self._candidates) == 1
-            self._keeper = Keeper(own, *numbers, *seconds, ended=self._presence.ended, is_only_store=is_only)
+            self._keeper = Keeper(
+                own, *numbers, *seconds, self._serve_ranks, ended=self._presence.ended, is_only_store=is_only
+            )
             self._keeper.start()
         assert self._presence is not None
         self._link = Link("127.0.0.1", self._server.port, config.run_id, config.sign_seconds, serves=True)
         self._link.store.set(PRESENCE, str(self._presence.port))
         self.store_number += 1
+
+    def _serve_ranks(self) -> int:
+        """Serve an empty store for the ranks of a new membership, since theirs hold the addresses of their processes.
+
+        Returns:
+            Its port.
+        """
+        self._rank_servers.append(serve_free_port())
+        return self._rank_servers[-1].port
 
     def _unlink(self) -> None:
         """Leave the store, and end it if this machine serves it."""

@@ -93,6 +93,7 @@ class Published(NamedTuple):
         right: See `Formed`.
         gone: Hosts that belonged to the membership before, but not to this one.
         joined: Hosts that belong to this one, but not to the one before; empty for the first.
+        port: Port of the store of its ranks, on the machine that serves this store.
     """
 
     membership: Membership = Membership()
@@ -101,6 +102,7 @@ class Published(NamedTuple):
     right: Right = Right.MAJORITY
     gone: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    port: int = 0
 
     def to_json(self) -> str:
         """Return the text of the store."""
@@ -109,9 +111,9 @@ class Published(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Published:
         """Read the text of the store."""
-        membership, numbers, bases, right, *names = json.loads(text)
+        membership, numbers, bases, right, gone, joined, port = json.loads(text)
         past = tuple(map(Membership.of, bases))
-        return cls(Membership.of(membership), tuple(numbers), past, Right(right), *map(tuple, names))
+        return cls(Membership.of(membership), tuple(numbers), past, Right(right), tuple(gone), tuple(joined), port)
 
 
 class Here(NamedTuple):
@@ -166,6 +168,7 @@ class Keeper:
         most: Largest number of machines.
         last_call: Seconds to wait for more machines than the smallest number before the first membership.
         patience: Seconds without a sign of life after which a machine counts as gone.
+        serve_ranks: Serves an empty store for the ranks of a new membership and returns its port.
         clock: Returns the time in seconds.
         ended: Numbers of machines whose launchers have ended, see `Presence`; None: unknown.
         is_only_store: See `next_membership`.
@@ -178,13 +181,14 @@ class Keeper:
         most: int,
         last_call: float,
         patience: float,
+        serve_ranks: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         ended: deque[int] | None = None,
         is_only_store: bool = False,
     ) -> None:
         self._store = store
         self._least, self._most, self._last_call, self._patience = least, most, last_call, patience
-        self._clock, self._is_only_store = clock, is_only_store
+        self._serve_ranks, self._clock, self._is_only_store = serve_ranks, clock, is_only_store
         self._last = Membership()
         self._numbers: dict[str, int] = {}  # the newest number of each machine, by ID
         self._published: tuple[int, ...] = ()
@@ -343,4 +347,5 @@ class Keeper:
         joined = tuple(self._hosts[own] for own in now.machines if before.number and own not in before.machines)
         numbers = tuple(self._numbers[own] for own in now.machines)
         self._last, self._published = now, numbers
-        self._store.set(MEMBERSHIP, Published(now, numbers, formed.bases, formed.right, gone, joined).to_json())
+        published = Published(now, numbers, formed.bases, formed.right, gone, joined, self._serve_ranks())
+        self._store.set(MEMBERSHIP, published.to_json())

@@ -58,6 +58,11 @@ def serve_store(config: LaunchConfig, address: str) -> TCPStore:
     return store
 
 
+def serve_free_port() -> TCPStore:
+    """Serve another store on this machine, at a free port."""
+    return _tcp_store("127.0.0.1", 0, is_master=True)
+
+
 def connect_store(address: str, port: int, seconds: float = 2 * _CONNECT_SECONDS) -> TCPStore:
     """Connect to the store of another machine, with a time limit: another program on that port never answers.
 

@@ -39,9 +39,9 @@ def note_regroup(run: Run, cause: str, pause: float, again: int) -> None:
         pause: Seconds since the last step.
         again: Steps that are taken again.
     """
-    ledger = run.ledger
+    ledger, members = run.ledger, present_members(run)
     ledger.memberships.steps_again += again
-    ledger.memberships.record(present_members(run), cause, pause, again, in_process=True)
+    ledger.memberships.record(members, cause, pause, again, in_process=True)
     ledger.resize()
 
 

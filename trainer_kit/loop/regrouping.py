@@ -21,6 +21,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import note_regroup
+from trainer_kit.loss.loss import Loss
 from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.new_place import ask_for_place
@@ -39,6 +40,7 @@ class Regrouping:
         checkpoints: The checkpoint manager of the training.
         reading: How the training samples are read.
         loader: The loader of the training batches.
+        loss: Computes the training loss.
         has_own_scheduler: Whether the user gave the learning rate schedule.
 
     Attributes:
@@ -52,6 +54,7 @@ class Regrouping:
         checkpoints: CheckpointManager,
         reading: LoaderConfig,
         loader: TrainLoader | StreamLoader,
+        loss: Loss,
         has_own_scheduler: bool,
     ) -> None:
         self.run = checkpoints.run
@@ -61,6 +64,7 @@ class Regrouping:
         self.served = 0
         self._reading = reading
         self._loader = loader
+        self._loss = loss
         self.has_own_scheduler = has_own_scheduler
         self._vain_at: int | None = None  # step at which all processes met again though none was lost
 
@@ -84,24 +88,28 @@ class Regrouping:
         run, group = self.run, self.run.strategy.regroupable
         if group is None or not self.is_possible or self._vain_at == run.state.step:
             raise lost
-        begin, processes = time.perf_counter(), run.strategy.world_size
-        _forget_frames(lost)
+        begin = since = time.perf_counter()
+        processes = run.strategy.world_size
         run.ledger.enter(REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):
+            _forget_frames(lost)
             self._meet(group, lost)
             try:
                 self._take_over()
                 loader = self._set_up(group)
                 self._finish_save(committed, was_saving)
+                committed, was_saving = list(self.checkpoints.saver.committed), False
+                again = int(step_begun is not None and run.state.step < step_begun)
+                note_regroup(run, str(lost), time.perf_counter() - since, again)
+                since, step_begun = time.perf_counter(), None
+                self.events.call("on_regroup", run)
                 break
             except LostProcessError as error:  # one more
                 lost = error
                 if attempt == _ATTEMPTS:
                     raise
         left, seconds = run.strategy.world_size, time.perf_counter() - begin
-        note_regroup(run, str(lost), seconds, int(step_begun is not None and run.state.step < step_begun))
-        self.events.call("on_regroup", run)
         self._vain_at = run.state.step if left == processes else None
         logger.info(
             "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
@@ -155,6 +163,7 @@ class Regrouping:
         checkpoints.lay_out_again(loader)
         if not (self.has_own_scheduler or isinstance(run.lr_scheduler, ReduceLROnPlateau)):
             run.lr_scheduler = make_run_scheduler(run, checkpoints.plan)
+        checkpoints.shifts_labels = self._loss.agree(run.strategy.collectives)  # the probe may have been cut short
         set_training(run.optimizer, True)
         return loader
 

@@ -87,5 +87,5 @@ def set_up_training(
     sync = RankSync(run)
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
-    regrouping = Regrouping(checkpoints, reading, loader, lr_scheduler is not None)
+    regrouping = Regrouping(checkpoints, reading, loader, loss, lr_scheduler is not None)
     return TrainingLoop(evaluation, loader, step, checkpoints, sync, CrashDump(run, loss, loader), regrouping)

@@ -283,7 +283,6 @@ class TrainingLoop:
         old.close()
         self.loader = self.crash_dump.loader = parts.go_on(lost, step_begun)
         self._saved_step = None  # the save may have been given up
-        self.checkpoints.shifts_labels = self.loss.agree(run.strategy.collectives)  # the probe may have been cut short
         unread = self._metrics.drop_losses(self._newest_checkpoint)
         if unread:
             logger.warning(

@@ -37,6 +37,10 @@ class MembershipPlace(NamedTuple):
     needs_claim: bool = False
 
 
+_kept: set[Path] = set()
+"""Claims of this process that its next training may use."""
+
+
 class MembershipClaim:
     """Claim of a membership to a folder.
 
@@ -58,22 +62,30 @@ class MembershipClaim:
             CutOffError: If one does, or this one may follow only in another folder.
             OSError: If the folder cannot be read or written.
         """
-        place = self.place
-        self._refuse(self._after(place.after))
-        if place.needs_claim and not self._path(place.after).exists():
+        place, path = self.place, self._path(self.place.number).absolute()
+        is_own = path in _kept and path.exists()
+        self._refuse(self._after(place.number if is_own else place.after))
+        if is_own:  # by an earlier training of this process
+            return
+        goes_on = any(other.name == path.name for other in _kept)  # this process has shown it in another folder
+        if place.needs_claim and not goes_on and not self._path(place.after).exists():
             raise CutOffError(
                 f"{self.argument}={str(self.folder)!r} is not the folder of the last main process, so that the other "
                 "machines may be going on there; make it one that all machines share"
             )
         content = json.dumps({"run": place.run, "membership": place.number, "host": socket.gethostname()})
         try:
-            descriptor = os.open(self._path(place.number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             self._refuse(place.number)
             raise
         with os.fdopen(descriptor, "w") as file:
             file.write(content)
         self._refuse(max((number for number in self._numbers() if number != place.number), default=0))
+
+    def keep(self) -> None:
+        """Let the next training of this process have the claim, once this one is over."""
+        _kept.add(self._path(self.place.number).absolute())
 
     def newer(self) -> int | None:
         """Return the number of a newer membership of the same run that owns the folder; None if there is none."""

@@ -114,6 +114,8 @@ class RunLock:
                 watched = _Watched(seen, time.monotonic())
             lives = not self._replaces(seen.holder) and watched.lives(seen)
             if lives:
+                if self._claim is not None:
+                    self._claim.keep()
                 raise FolderInUseError(self._refusal(seen))
             if lives is None:
                 if seen is watched.first:
@@ -159,6 +161,8 @@ class RunLock:
         holder, self._holder = self._holder, None
         if holder is None or holder.process != os.getpid():  # inherited by a fork
             return
+        if self._claim is not None:
+            self._claim.keep()
         self._ended.set()
         with self._beating, contextlib.suppress(OSError):
             if (seen := look(self.path)) is not None and seen.token == holder.token:
