@@ -348,8 +348,8 @@ class Copies(Callback):
     def _timed(self, copier: PeerCopier, *given: Any) -> None:
         start = time.perf_counter()
         self._begin(copier, *given)
-        assert copier._pending is not None, "the last copy has not ended"
-        copier._pending.add_done_callback(lambda done: self.took.append(time.perf_counter() - start))
+        assert copier._copying is not None, "the last copy has not ended"
+        copier._copying.result.add_done_callback(lambda done: self.took.append(time.perf_counter() - start))
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step % self.every == self.every - 1:  # by now the last copy has ended

@@ -65,7 +65,8 @@ def test_copies_are_made_between_the_checkpoints(
         assert loop is not None
         saver, copier = loop.checkpoints.saver, loop.checkpoints.copier
         assert copier is not None
-        for pending in (saver._pending, copier._pending):
+        copying = copier._copying
+        for pending in (saver._pending, None if copying is None else copying.result):
             if pending is not None:
                 pending.result(10)
 

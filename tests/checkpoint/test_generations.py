@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -15,18 +16,19 @@ from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.checkpoint.generations import (
     MARKER,
     Generation,
+    Marker,
     choose,
     find_generations,
     folder_name,
     make_run_folder,
     read_marker,
-    run_folder,
+    remove_marker,
     write_manifest,
     write_marker,
 )
 
 FILES = {name: FileEntry(size, "0" * 16) for name, size in (("a", 3), ("b", 2), ("c", 2))}
-RUN_ID = "0123456789abcdef" * 2
+MARK = Marker("0123456789abcdef" * 2, "f" * 32)
 
 
 def generation(step: int, names: frozenset[str], problem: str | None = None) -> Generation:
@@ -116,7 +118,7 @@ def test_a_right_copy_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
 
 
 def test_only_this_user_may_enter_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = run_folder(tmp_path, RUN_ID)
+    folder = MARK.folder(tmp_path)
     make_run_folder(folder)
     make_run_folder(folder)  # another process of this machine
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -128,24 +130,37 @@ def test_only_this_user_may_enter_the_folder(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_link_is_no_folder_of_copies(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, RUN_ID)
+    folder = MARK.folder(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is no folder of this user"):
         make_run_folder(folder)
 
 
-def test_the_output_folder_names_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_of_other_starts_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = Marker(MARK.folder_id, "e" * 32).folder(tmp_path)
+    for each in (MARK.folder(tmp_path), earlier, Marker("a" * 32, "e" * 32).folder(tmp_path)):
+        make_run_folder(each)
+    assert MARK.others(tmp_path) == [earlier]
+    monkeypatch.setattr(os, "getuid", lambda: earlier.stat().st_uid + 1)
+    assert MARK.others(tmp_path) == [], "of another user"
+
+
+def test_the_output_folder_says_where_copies_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_marker(tmp_path) is None
-    write_marker(tmp_path, RUN_ID)
-    assert read_marker(tmp_path) == RUN_ID
-    for content in ('{"run_id": "../../home"}', '{"run_id": 3}', "[]"):
+    write_marker(tmp_path, MARK)
+    assert read_marker(tmp_path) == MARK
+    bad = MARK._asdict() | {"start_id": "../../home"}, MARK._asdict() | {"start_id": 3}, {}, []
+    for content in map(json.dumps, bad):
         (tmp_path / MARKER).write_text(content)
         assert read_marker(tmp_path) is None
     assert not caplog.records
     (tmp_path / MARKER).write_text("{")
     assert read_marker(tmp_path) is None
     assert "copies in memory are not looked for" in caplog.text
+    remove_marker(tmp_path)
+    remove_marker(tmp_path)
+    assert not (tmp_path / MARKER).exists()
 
 
 def test_names_of_folders_are_read_as_they_are_made(tmp_path: Path) -> None:

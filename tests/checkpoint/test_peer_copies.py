@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,12 @@ from kit.copied_training import train
 from kit.ranks import on_ranks, try_on_ranks
 
 from trainer_kit import Callback, Run
-from trainer_kit.checkpoint import find_checkpoints, peer_copies, transfer
-from trainer_kit.checkpoint.generations import MARKER
+from trainer_kit.checkpoint import copying, find_checkpoints, peer_copies, transfer
+from trainer_kit.checkpoint.copying import Copying
+from trainer_kit.checkpoint.format.disk import write_file
+from trainer_kit.checkpoint.generations import MARKER, read_marker
 from trainer_kit.checkpoint.peer_copies import PeerCopier
+from trainer_kit.state import Requests
 from trainer_kit.strategies.peer_channel import PeerChannel
 
 STEPS = 8
@@ -153,11 +158,11 @@ def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None
 
 
 def die_writing(patch: pytest.MonkeyPatch, rank: int) -> None:
-    die_at(patch, PeerCopier, "_write", 2)
+    die_at(patch, Copying, "_write", 2)
 
 
 def die_before_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
-    die_at(patch, PeerCopier, "_exchange", 2)
+    die_at(patch, Copying, "_exchange", 2)
 
 
 def die_in_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -166,7 +171,7 @@ def die_in_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def dies(self: transfer.Arrival, content: Any) -> None:
         arrive(self, content)
-        if "00000004-" in str(self._folder):
+        if "00000004-" in str(self.folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
     patch.setattr(transfer.Arrival, "write", dies)
@@ -203,7 +208,7 @@ def fail_once(patch: pytest.MonkeyPatch, rank: int) -> None:
 def write_badly(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the memory of rank 1 be full at the first copy."""
     if rank == 1:
-        write, failed = peer_copies.Contribution.write, list[int]()
+        write, failed = copying.Contribution.write, list[int]()
 
         def fails(self: Any, folder: Path, size: Any) -> Any:
             if not failed:
@@ -211,7 +216,7 @@ def write_badly(patch: pytest.MonkeyPatch, rank: int) -> None:
                 shutil.rmtree(folder)
             return write(self, folder, size)
 
-        patch.setattr(peer_copies.Contribution, "write", fails)
+        patch.setattr(copying.Contribution, "write", fails)
 
 
 def arrive_damaged(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -253,7 +258,7 @@ def lack_room(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def _on_a_device_of_its_own(stat: Any) -> Any:
     return lambda path, **given: (
-        SimpleNamespace(st_dev=-1) if "trainer_kit-" in str(path)[-45:] else stat(path, **given)
+        SimpleNamespace(st_dev=-1) if "trainer_kit-" in Path(path).name else stat(path, **given)
     )
 
 
@@ -275,11 +280,105 @@ def test_the_newest_checkpoint_wins_over_older_copies(tmp_path: Path) -> None:
     assert begin == 5
 
 
-def test_a_rollback_forgets_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(max_shard_size=1)
-    saver: Any = SimpleNamespace(run=SimpleNamespace(args=args, strategy=None, requests=None))
-    copier = PeerCopier(saver, tmp_path)
-    monkeypatch.setattr(copier, "_folder", tmp_path)
-    (tmp_path / "00000004-0000000a-0-0").mkdir()
+@pytest.mark.distributed
+def test_copies_of_a_branch_that_was_left_do_not_come_back(tmp_path: Path) -> None:
+    """A machine has the copies of all still, though the run went on from an earlier checkpoint without it."""
+    options: dict[str, Any] = {"kind": "ddp", "callbacks": (SavesFirst(),)}
+    run(2, tmp_path / "run", tmp_path / "m", until=5, **options)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "m" / "machine-1", kept)
+    earlier = str(tmp_path / "run" / "checkpoint-1")
+    again = run(2, tmp_path / "run", tmp_path / "m", until=3, resume=earlier, **options)
+    assert [begin for _, begin, _ in again] == [1, 1]
+    shutil.copytree(kept, tmp_path / "m" / "machine-1", dirs_exist_ok=True)
+    last = run(2, tmp_path / "run", tmp_path / "m", **options)
+    assert [begin for _, begin, _ in last] == [2, 2]
+    assert not [*(tmp_path / "m").glob("*/trainer_kit-*")], "those of the earlier starts are removed too"
+
+
+@pytest.mark.distributed
+def test_a_start_without_copies_gives_those_up(tmp_path: Path) -> None:
+    run(1, tmp_path / "run", tmp_path / "m", until=5)
+    assert (tmp_path / "run" / MARKER).exists()
+    run(1, tmp_path / "run", tmp_path / "m", every=None, resume=False)
+    assert not (tmp_path / "run" / MARKER).exists()
+
+
+class FakeCollectives:
+    is_main = is_local_main = True
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def describe_rank(self, rank: int) -> str:
+        return f"rank {rank}"
+
+
+@pytest.fixture
+def copier(tmp_path: Path) -> PeerCopier:
+    session = SimpleNamespace(open_peer_channel=lambda: None)
+    strategy = SimpleNamespace(collectives=FakeCollectives(), session=session, world_size=1, is_main=True)
+    run = SimpleNamespace(args=SimpleNamespace(max_shard_size=1), strategy=strategy, requests=Requests())
+    saver: Any = SimpleNamespace(run=run, folder=tmp_path, committed=[], is_copying=False, copies=None)
+    return PeerCopier(saver, tmp_path)
+
+
+def test_a_rollback_forgets_the_copies(copier: PeerCopier) -> None:
+    copier.open()
+    before = copier._folder
+    (before / "00000004-0000000a-0-0").mkdir()
     copier.forget()
-    assert not [*tmp_path.iterdir()]
+    assert copier._folder != before
+    assert [*copier.root.glob("trainer_kit-*")] == [copier._folder]
+    assert read_marker(copier.root) == copier._marker
+
+
+def test_a_copier_that_was_never_opened_removes_nothing(copier: PeerCopier) -> None:
+    copier.close(is_complete=True)
+    assert copier.root.is_dir()
+
+
+def test_a_new_main_process_says_where_the_copies_are(copier: PeerCopier, caplog: pytest.LogCaptureFixture) -> None:
+    copier.mark()
+    assert read_marker(copier.root) is None, "there are none"
+    copier.open()
+    (copier.root / MARKER).unlink()  # the disk of another machine
+    copier.mark()
+    assert read_marker(copier.root) == copier._marker
+    copier._saver.folder = copier.root / "missing"
+    copier.mark()
+    assert "a restart will not find the copies" in caplog.text
+
+
+def test_a_copy_that_is_given_up_completes_nothing(
+    copier: PeerCopier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs while it writes, and goes on when the run has begun another one."""
+    monkeypatch.setattr(peer_copies, "LOSS_SECONDS", 0.1)
+    goes_on, ended, released = threading.Event(), threading.Event(), list[int]()
+
+    def write(folder: Path, size: Any) -> dict[str, Any]:
+        goes_on.wait(10)
+        return {"model": write_file(folder / "model", [b"weights"])}
+
+    given: Any = Future[Any]()
+    given.set_result(SimpleNamespace(write=write))
+    copier.open()
+    name = "00000004-0000000a"
+    copying = Copying(
+        name, copier._folder, 0, ["rank 0"], None, 1, given, [], lambda: released.append(1), copier._ask_to_finish
+    )
+    copier._copying, copier._saver.copies = copying, "staging"  # type: ignore[assignment]
+    copying.start()
+    copier.drain()
+    assert copier._saver.copies != "staging", "the thread has that memory"
+    goes_on.set()
+    copying.result.add_done_callback(lambda done: ended.set())
+    assert ended.wait(10)
+    assert "given up" in str(copying.result.result())
+    assert released == [1]
+    assert not copier._requests.written
+    assert [each.name for each in (copier._folder / f"{name}-0-0").iterdir() if each.is_file()] == ["model"]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from kit.copied_training import train
-from kit.ranks import on_ranks
+from kit.ranks import on_ranks, try_on_ranks
 
 from trainer_kit.checkpoint import find_checkpoints, recovery, verify
 from trainer_kit.checkpoint.format import disk
+from trainer_kit.errors import SaveError
 from trainer_kit.strategies import multinode_session
 
 Damage = Callable[[pytest.MonkeyPatch, int], None]
@@ -73,12 +74,15 @@ def flip_late(patch: pytest.MonkeyPatch, rank: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"), [(fill_disk, "No space left on device"), (flip_late, "is damaged: its checksum is")]
 )
-def test_copies_that_cannot_be_written_are_left(tmp_path: Path, damage: Damage, reason: str) -> None:
+def test_copies_that_cannot_be_written_stay(tmp_path: Path, damage: Damage, reason: str) -> None:
     run(tmp_path / "run", tmp_path / "m", until=5)
-    resumed = run(tmp_path / "run", tmp_path / "m", damage=damage)
-    assert [begin for _, begin, _ in resumed] == [0, 0]
-    (line,) = [line for line in resumed[0][2] if "the copies of step 4 cannot be written to" in line]
-    assert "rank 1" in line
-    assert reason in line
-    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-8"]
+    refused = try_on_ranks(2, train, tmp_path / "run", tmp_path / "m", damage=damage)
+    for each in refused:
+        assert isinstance(each.error, SaveError)
+        assert "the copies of step 4 in memory cannot be written to" in str(each.error)
+        assert reason in str(each.error)
+    assert "rank 1" in str(refused[0].error)
+    assert not find_checkpoints(tmp_path / "run")
     assert not list((tmp_path / "run").glob(".staging-*"))
+    resumed = run(tmp_path / "run", tmp_path / "m")
+    assert {begin for _, begin, _ in resumed} == {4}, "also where one of two copies is damaged"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_kit.checkpoint import FileEntry, Manifest, transfer
+from trainer_kit.checkpoint import FileEntry, transfer
 from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.checkpoint.transfer import Arrival, pieces_of, read_piece
 
@@ -44,7 +44,7 @@ def send(folder: Path, entries: dict[str, FileEntry], flipped: int | None = None
         if number == flipped:
             buffer[0] ^= 1
         arrival.write(buffer)
-    return arrival, arrival.finish(Manifest.of(entries, 4, 2))
+    return arrival, arrival.finish()
 
 
 def test_files_arrive_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,6 @@ def test_files_arrive_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert problem is None
     assert not arrival.is_waiting
     assert {name: (tmp_path / "there" / name).read_bytes() for name in CONTENTS} == CONTENTS
-    Manifest.read(tmp_path / "there").check(tmp_path / "there")
 
 
 @pytest.mark.parametrize("flipped", [0, 3, 5])
@@ -63,7 +62,6 @@ def test_a_flipped_bit_is_refused_on_arrival(tmp_path: Path, monkeypatch: pytest
     _, problem = send(tmp_path, sent(tmp_path / "here"), flipped)
     assert problem is not None
     assert "arrived with the checksum" in problem
-    assert not (tmp_path / "there" / "manifest.json").exists()
 
 
 def test_memory_that_is_full_is_reported_at_the_end(tmp_path: Path) -> None:

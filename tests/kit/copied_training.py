@@ -67,11 +67,12 @@ def train(
     memory: Path,
     kind: str = "fsdp",
     machines: int = 2,
-    every: int = 2,
+    every: int | None = 2,
     until: int | None = None,
     damage: Damage | None = None,
     callbacks: tuple[Callback, ...] = (),
     waits: bool = True,
+    resume: bool | str = True,
     **changes: Any,
 ) -> tuple[str | None, int, list[str]]:
     """Train on the processes of this run, each machine with a folder of its own in `memory`.
@@ -97,7 +98,7 @@ def train(
             strategy = make_strategy(kind)
             if damage is not None:
                 damage(patch, strategy.rank)
-            given = [PeerCopies(every, own), Cut(until), begin, *callbacks]
+            given = [*([] if every is None else [PeerCopies(every, own)]), Cut(until), begin, *callbacks]
             options = {
                 "save_steps": 100,
                 "eval_strategy": "no",
@@ -108,7 +109,7 @@ def train(
             options = {"async_save": False} | options
             trainer = task.make_trainer(folder, *given, model=NetOfUnits(), strategy=strategy, **options)
             try:
-                trainer.train(resume_from_checkpoint=True)
+                trainer.train(resume_from_checkpoint=resume)
             except Exception as error:
                 if not isinstance(error.__cause__, PowerCutError):
                     raise
@@ -124,8 +125,8 @@ def train(
 def _begin_and_wait(begin: Callable[..., None]) -> Callable[..., None]:
     def waits(copier: PeerCopier, *args: Any) -> None:
         begin(copier, *args)
-        if copier._pending is not None:
-            copier._pending.result(60)
+        if copier._copying is not None:
+            copier._copying.result.result(60)
 
     return waits
 

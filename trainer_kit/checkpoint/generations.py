@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_kit.checkpoint import FileEntry, Manifest
 from trainer_kit.checkpoint.format.disk import remove_folder, write_json
@@ -26,9 +27,9 @@ from trainer_kit.errors import CheckpointError
 logger = logging.getLogger("trainer_kit")
 
 MARKER = ".copies"
-"""File in the output folder that names the run whose copies are in memory."""
+"""File in the output folder that says where the copies of its run are in memory."""
 
-_RUN = re.compile(r"[0-9a-f]{32}")
+_ID = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"([0-9]+-[0-9a-f]{8})-[0-9]+-[0-9]+")
 
 
@@ -108,14 +109,34 @@ def _holders(files: Mapping[str, FileEntry], by_rank: Mapping[int, Generation]) 
     return holders
 
 
-def run_folder(root: Path, run_id: str) -> Path:
-    """Return the folder of a run's copies in host memory.
+class Marker(NamedTuple):
+    """Where the copies of a run are in memory.
 
-    Args:
-        root: Folder in host memory, which may serve several users and runs.
-        run_id: ID of the run.
+    Attributes:
+        folder_id: ID of the output folder, which its starts share.
+        start_id: ID of one start of the run, or of what follows a rollback: what was before must not come back.
     """
-    return root / f"trainer_kit-{run_id}"
+
+    folder_id: str
+    start_id: str
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of the copies of this start.
+
+        Args:
+            root: Folder in host memory, which may serve several users and runs.
+        """
+        return root / f"trainer_kit-{self.folder_id}-{self.start_id}"
+
+    def others(self, root: Path) -> list[Path]:
+        """Return the folders of other starts in host memory."""
+        found = root.glob(f"trainer_kit-{self.folder_id}-*")
+        return [path for path in found if path != self.folder(root) and _is_own(path)]
+
+
+def step_of(generation: str) -> int:
+    """Return the number of optimizer steps taken, from the name of a generation."""
+    return int(generation.partition("-")[0])
 
 
 def make_run_folder(folder: Path) -> None:
@@ -189,8 +210,8 @@ def _check(folder: Path, manifest: Manifest) -> tuple[dict[str, Path], list[str]
     return intact, [found for found in problems.values() if found is not None]
 
 
-def read_marker(output_dir: Path) -> str | None:
-    """Return the ID of the run whose copies may be in memory; None if there is none."""
+def read_marker(output_dir: Path) -> Marker | None:
+    """Return where copies of the folder's run may be in memory; None if there are none."""
     path = output_dir / MARKER
     if not path.exists():
         return None
@@ -199,17 +220,23 @@ def read_marker(output_dir: Path) -> str | None:
     except CheckpointError as error:
         logger.warning("copies in memory are not looked for: %s", error)
         return None
-    run_id = content.get("run_id") if isinstance(content, dict) else None
-    return run_id if isinstance(run_id, str) and _RUN.fullmatch(run_id) else None
+    found = [content.get(name) for name in Marker._fields] if isinstance(content, dict) else []
+    ids = [each for each in found if isinstance(each, str) and _ID.fullmatch(each)]
+    return Marker(*ids) if len(ids) == len(Marker._fields) else None
 
 
-def write_marker(output_dir: Path, run_id: str) -> None:
-    """Name the run whose copies are in memory.
+def write_marker(output_dir: Path, marker: Marker) -> None:
+    """Say in the output folder where the copies of its run are in memory.
 
     Raises:
         OSError: If the disk is full or cannot be written.
     """
-    write_json(output_dir / MARKER, {"run_id": run_id})
+    write_json(output_dir / MARKER, marker._asdict())
+
+
+def remove_marker(output_dir: Path) -> None:
+    """Give up the copies in memory of the folder's run."""
+    (output_dir / MARKER).unlink(missing_ok=True)
 
 
 def remove_generations(folders: Iterable[Path]) -> None:

@@ -38,6 +38,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_means,
     read_trainer,
 )
+from trainer_kit.checkpoint.generations import remove_marker
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.checkpoint.recovery import recover
@@ -217,12 +218,12 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         self.run_id = run.strategy.collectives.broadcast(self.run_id)  # any process may become the main one
+        if self.copier is not None:
+            self.copier.open()
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
         run.strategy.session.release_checkpoint_copies()
-        if self.copier is not None:
-            self.copier.open(self.run_id)
 
     def _lock_folder(self) -> None:
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
@@ -247,6 +248,8 @@ class CheckpointManager:
         kept = {each.name for each in self.saver.committed}
         comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
         goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
+        if self.copier is None:  # copies in memory go out of date
+            remove_marker(self.folder)
         records = [] if goes_on else records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed, FileEntry, Manifest
+from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed
 from trainer_kit.checkpoint.async_saver import LOSS_SECONDS, SHARED, AsyncSaver, States
 from trainer_kit.checkpoint.contribution import Contribution
+from trainer_kit.checkpoint.copying import Copying
 from trainer_kit.checkpoint.format.disk import remove_folder
-from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
 from trainer_kit.checkpoint.generations import (
-    MARKER,
-    folder_name,
+    Marker,
     folders_of,
     make_run_folder,
     read_marker,
     remove_generations,
-    run_folder,
-    write_manifest,
+    remove_marker,
+    step_of,
     write_marker,
 )
-from trainer_kit.checkpoint.transfer import Arrival, pieces_of, read_piece
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.peer_channel import PeerChannel
 from trainer_kit.utils.units import format_size
@@ -40,10 +39,7 @@ from trainer_kit.utils.units import format_size
 logger = logging.getLogger("trainer_kit")
 
 _LEFT = "another process left"  # what the others see of a process that fails
-
-
-class _KnownFailure(OSError):
-    """A failure of one process of which all others know."""
+_POLL_SECONDS = 0.05
 
 
 class _Room(NamedTuple):
@@ -80,38 +76,39 @@ class PeerCopier:
         self._saver = saver
         self._requests = saver.run.requests
         self._writers = Writers(saver.run.strategy, SHARED, saver.run.args.max_shard_size)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
-        self._folder = root  # until `open`
-        self._pending: Future[str | None] | None = None
-        self._name = ""  # of the copy under way
+        self._marker: Marker | None = None  # None until `open`
+        self._copying: Copying | None = None
         self._complete: list[str] = []  # names of complete generations, oldest first
-        self._is_given_up = False  # whether the thread may wait for others
         self._is_sure = True  # whether all processes have the same ones
         self._channel: PeerChannel | None = None
+        self._processes: list[str] = []  # a description of each, by rank
         self._logged: str | None = None  # the last reason of a failure
 
-    def open(self, run_id: str) -> None:
-        """Prepare copies, and remove those of earlier starts. Collective.
+    @property
+    def _folder(self) -> Path:
+        assert self._marker is not None, "open() comes first"
+        return self._marker.folder(self.root)
 
-        Args:
-            run_id: ID of the run, of which that of the main process counts.
+    def open(self) -> None:
+        """Prepare copies, and remove those that were made before. Collective.
 
         Raises:
             ValueError: If a machine lacks the folder in host memory, or the strategy cannot copy.
         """
         collectives, output_dir = self.run.strategy.collectives, self._saver.folder
-        self._connect()
-        run_id, earlier = collectives.broadcast((run_id, read_marker(output_dir) if collectives.is_main else None))
-        self._folder = run_folder(self.root, run_id)
+        if self._channel is None:
+            self._connect()
+        earlier = read_marker(output_dir) if collectives.is_main else None
+        new = Marker(uuid.uuid4().hex if earlier is None else earlier.folder_id, uuid.uuid4().hex)
+        self._marker, self._complete = collectives.broadcast(new), []
         problem: str | None = None
         if collectives.is_local_main:
-            for each in {run_id, earlier or run_id}:
-                remove_folder(run_folder(self.root, each))
-        collectives.barrier()  # two launchers on one machine may use one folder
+            for each in self._marker.others(self.root):
+                remove_folder(each)
         try:
             make_run_folder(self._folder)
             if collectives.is_main:
-                write_marker(output_dir, run_id)
+                write_marker(output_dir, self._marker)
         except OSError as error:
             problem = str(error)
         for rank, found in enumerate(collectives.gather_object(problem)):
@@ -121,6 +118,14 @@ class PeerCopier:
                     f"{found}; give a folder in host memory (a tmpfs) that this user may write to"
                 )
 
+    def mark(self) -> None:
+        """Say in the output folder where the copies are, after this process has become the main one."""
+        if self._marker is not None and read_marker(self._saver.folder) != self._marker:
+            try:
+                write_marker(self._saver.folder, self._marker)
+            except OSError as error:
+                logger.warning("a restart will not find the copies of the state in memory: %s", error)
+
     def begin(self, model_state: Mapping[str, torch.Tensor], states: States, metric: float | None) -> None:
         """Take a snapshot of the run and begin to copy it. Collective; see `AsyncSaver.begin`."""
         assert not self.is_busy, "one copy at a time"
@@ -128,8 +133,12 @@ class PeerCopier:
         run, saver, collectives = self.run, self._saver, self.run.strategy.collectives
         if self._channel is None:  # the last copy failed, or processes were lost
             self._connect()
+        if not self._is_sure:
+            known = collectives.gather_object(self._complete)
+            self._complete = [name for name in self._complete if all(name in names for names in known)]
+            self._is_sure = True
         step = run.state.step
-        self._name = collectives.broadcast(f"{step:08}-{uuid.uuid4().hex[:8]}")
+        name = collectives.broadcast(f"{step:08}-{uuid.uuid4().hex[:8]}")
         committed = saver.committed_with(Committed(f"{CHECKPOINT_PREFIX}{step}", 0, metric))
         snapshot = saver.try_snapshot(model_state, lambda: states(committed))
         try:
@@ -144,44 +153,54 @@ class PeerCopier:
                 saver.copies.complete,
             )
         problem = self._lack_of_room(given)
+        release = functools.partial(_release, saver.copies)
         if problem is not None:
-            self._release_staging()
+            release()
             self._report(step, problem)
             return
         self.is_busy = saver.is_copying = True
-        self._pending = self._thread.submit(self._copy, step, self._name, given, self._stale())
+        self._copying = Copying(
+            name, self._folder, run.strategy.rank, self._processes, self._channel, run.args.max_shard_size, given,
+            self._stale(), release, self._ask_to_finish,
+        )  # fmt: skip
+        self._copying.start()
 
     def finish(self) -> None:
         """Wait until the copy is made, and agree whether it is complete. Collective."""
-        collectives, step = self.run.strategy.collectives, _step_of(self._name)
-        assert self._pending is not None
-        problem, self._pending = self._pending.result(), None
-        problems = collectives.gather_object(problem)
+        collectives, copying = self.run.strategy.collectives, self._copying
+        assert copying is not None
+        # All ask one another meanwhile, so that a process that is lost is noticed.
+        while collectives.all_reduce_ints([int(not wait([copying.result], _POLL_SECONDS).done)])[0]:
+            pass
+        problems = collectives.gather_object(copying.result.result())
+        self._copying = None
         self.is_busy = self._saver.is_copying = self._requests.written = False
         found = [each for each in problems if each is not None]
         if not found:
-            self._complete, self._is_sure, self._logged = [*self._complete[-1:], self._name], True, None
+            self._complete, self._logged = [*self._complete[-1:], copying.name], None
             return
         self._disconnect()
         if collectives.is_local_main:
-            remove_generations([path for name, path in folders_of(self._folder) if name == self._name])
-        self._report(step, next((each for each in found if _LEFT not in each), found[0]))
+            remove_generations([path for name, path in folders_of(self._folder) if name == copying.name])
+        self._report(step_of(copying.name), next((each for each in found if _LEFT not in each), found[0]))
 
     def drain(self) -> None:
         """Give up a copy that is under way, after an error or a loss of other processes. Not collective."""
-        pending, self._pending = self._pending, None
+        copying, self._copying = self._copying, None
         self.is_busy = self._saver.is_copying = self._is_sure = False
-        if self._channel is not None:
-            self._channel.break_off()
-        if pending is not None and not wait([pending], LOSS_SECONDS).done:
-            logger.warning("the copy of step %d that was begun is given up", _step_of(self._name))
-            self._channel, self._is_given_up = None, True  # the thread has it
+        if copying is not None:
+            copying.cancel()
+            if not wait([copying.result], LOSS_SECONDS).done:
+                logger.warning("the copy of step %d that was begun is given up", step_of(copying.name))
+                self._channel = None  # the thread has it
+                self._saver.copies = HostStaging(self.run)
         self._disconnect()
 
     def forget(self) -> None:
-        """Remove all copies: the run has gone back to an earlier step."""
-        self._complete = []
-        remove_generations([path for _, path in folders_of(self._folder)])
+        """Remove all copies: the run has gone back to an earlier step. Collective."""
+        if self.is_busy:
+            self.finish()
+        self.open()
 
     def close(self, is_complete: bool) -> None:
         """End the copies, and remove them unless the run is not complete and its newest state is in them alone.
@@ -189,18 +208,19 @@ class PeerCopier:
         Args:
             is_complete: Whether the run has reached its end, and saved what it is to save.
         """
-        if self._pending is not None:
-            wait([self._pending], LOSS_SECONDS)
+        if self._copying is not None:
+            wait([self._copying.result], LOSS_SECONDS)
         self.drain()
-        self._thread.shutdown(wait=not self._is_given_up)
+        if self._marker is None:
+            return
         saved = self._saver.committed
         on_disk = int(saved[-1].name.removeprefix(CHECKPOINT_PREFIX)) if saved else -1
-        newest = max((_step_of(name) for name, _ in folders_of(self._folder)), default=on_disk)
+        newest = max((step_of(name) for name, _ in folders_of(self._folder)), default=on_disk)
         if is_complete or newest <= on_disk:
             if self.run.strategy.collectives.is_local_main:
                 remove_folder(self._folder)
             if is_complete and self.run.strategy.is_main:  # else other machines may still have copies
-                (self._saver.folder / MARKER).unlink(missing_ok=True)
+                remove_marker(self._saver.folder)
         elif self.run.strategy.is_main:
             logger.warning(
                 "copies of the state up to step %d stay in memory (%s); train(resume_from_checkpoint=True) resumes "
@@ -208,7 +228,9 @@ class PeerCopier:
             )  # fmt: skip
 
     def _connect(self) -> None:
-        self._writers.ranks = [*range(self.run.strategy.world_size)]
+        collectives, size = self.run.strategy.collectives, self.run.strategy.world_size
+        self._writers.ranks = [*range(size)]
+        self._processes = [collectives.describe_rank(rank) for rank in range(size)]
         self._channel = self.run.strategy.session.open_peer_channel()
 
     def _disconnect(self) -> None:
@@ -217,10 +239,6 @@ class PeerCopier:
             channel.break_off()
             channel.close()
 
-    @property
-    def _own_rank(self) -> str:
-        return self.run.strategy.collectives.describe_rank(self.run.strategy.rank)
-
     def _report(self, step: int, problem: str) -> None:
         if self.run.strategy.is_main and problem != self._logged:
             logger.warning(
@@ -228,11 +246,8 @@ class PeerCopier:
             )
         self._logged = problem
 
-    def _release_staging(self) -> None:
-        """Let the optimizer change its state if no copy of it is taken."""
-        if self._saver.copies.is_under_way:
-            with contextlib.suppress(OSError):
-                self._saver.copies.complete()
+    def _ask_to_finish(self) -> None:
+        self._requests.written = True
 
     def _lack_of_room(self, given: Future[Contribution] | None) -> str | None:
         """Return why the copy cannot be made, the same on all processes; None if nothing prevents it. Collective."""
@@ -267,88 +282,9 @@ class PeerCopier:
             return []
         return [path for name, path in folders_of(self._folder) if name not in self._complete[-1:]]
 
-    # In the thread
 
-    def _copy(self, step: int, name: str, given: Future[Contribution] | None, stale: Sequence[Path]) -> str | None:
-        """Write this process's part and exchange it with its peers; return what failed, None if nothing did."""
-        try:
-            remove_generations(stale)
-            entries, problem = self._write(name, given)
-            self._exchange(step, name, self._agree(entries, problem))
-        except Exception as error:
-            if self._channel is not None:
-                self._channel.break_off()  # the others must not wait for this process
-            if not isinstance(error, (OSError, MemoryError)):
-                logger.warning("the copy of step %d failed", step, exc_info=True)
-            own = "" if isinstance(error, _KnownFailure) else f"{self._own_rank}: "
-            return f"{own}{str(error) or type(error).__name__}"
-        else:
-            return None
-        finally:
-            self._release_staging()
-            self._requests.written = True
-
-    def _write(self, name: str, given: Future[Contribution] | None) -> tuple[dict[str, FileEntry], str | None]:
-        """Write this process's files; return their entries, and what failed."""
-        rank = self.run.strategy.rank
-        folder = self._folder / folder_name(name, rank, rank)
-        with contextlib.suppress(OSError):  # writing fails then, after the parts are sent that others need
-            make_run_folder(self._folder)
-            if given is not None:
-                (folder / STATE_FOLDER).mkdir(parents=True)
-        if given is None:
-            return {}, None
-        try:
-            return given.result().write(folder, self.run.args.max_shard_size), None
-        except (OSError, MemoryError) as error:
-            return {}, str(error) or "no memory"
-
-    def _agree(self, entries: Mapping[str, FileEntry], problem: str | None) -> list[Mapping[str, FileEntry]]:
-        """Return the entries of all processes' files. Collective.
-
-        Raises:
-            _KnownFailure: If a process has failed.
-        """
-        own: dict[str, Any] = {
-            "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
-            "problem": problem,
-        }
-        answers = [own] if self._channel is None else self._channel.gather(own)
-        for rank, answer in enumerate(answers):
-            if answer["problem"] is not None:
-                raise _KnownFailure(f"{self.run.strategy.collectives.describe_rank(rank)}: {answer['problem']}")
-        return [{name: FileEntry(**entry) for name, entry in answer["files"].items()} for answer in answers]
-
-    def _exchange(self, step: int, name: str, entries: Sequence[Mapping[str, FileEntry]]) -> None:
-        """Complete this process's part of a generation, and receive the files of those whose peer it is. Collective.
-
-        Raises:
-            OSError: If a process has failed.
-        """
-        rank, channel = self.run.strategy.rank, self._channel
-        files = {file: entry for each in entries for file, entry in each.items()}
-        manifest = Manifest.of(files, step, self.run.strategy.world_size)
-        folder, problem = self._folder / folder_name(name, rank, rank), None
-        if entries[rank]:
-            write_manifest(folder, manifest)
-        if channel is None or not any(peer is not None for peer in channel.peers):
-            return
-        own, number = pieces_of(entries[rank]), 0
-        senders = [sender for sender, peer in enumerate(channel.peers) if peer == rank and entries[sender]]
-        arrivals = {
-            sender: Arrival(self._folder / folder_name(name, sender, rank), entries[sender]) for sender in senders
-        }
-        while number < len(own) or any(each.is_waiting for each in arrivals.values()):
-            sent, error = read_piece(folder, own[number]) if number < len(own) else (None, None)
-            problem, number = problem or error, number + 1
-            received = {sender: each.buffer() for sender, each in arrivals.items() if each.is_waiting}
-            channel.exchange(sent, received)
-            for sender, content in received.items():
-                arrivals[sender].write(content)
-        for each in arrivals.values():
-            problem = problem or each.finish(manifest)
-        self._agree({}, problem)
-
-
-def _step_of(name: str) -> int:
-    return int(name.partition("-")[0])
+def _release(staging: HostStaging) -> None:
+    """Let the optimizer change its state if no copy of it is taken."""
+    if staging.is_under_way:
+        with contextlib.suppress(OSError):
+            staging.complete()

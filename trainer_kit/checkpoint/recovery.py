@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from trainer_kit.checkpoint.format.commit import commit_staging, open_staging
 from trainer_kit.checkpoint.format.disk import flush_file, make_folders, remove_folder, write_file
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
-from trainer_kit.checkpoint.generations import Generation, choose, find_generations, read_marker, run_folder
+from trainer_kit.checkpoint.generations import Generation, choose, find_generations, read_marker
+from trainer_kit.errors import SaveError
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.units import format_size, join_names
 
@@ -30,13 +32,16 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
         confirm: See `write_checkpoint`.
 
     Returns:
-        Folder of the new checkpoint; None if there is no such generation, or it cannot be written.
+        Folder of the new checkpoint; None if there is no such generation.
+
+    Raises:
+        SaveError: If it cannot be written.
     """
     collectives = strategy.collectives
-    run_id, newest = collectives.on_main(lambda: (read_marker(output_dir), _newest_step(output_dir)))
-    if run_id is None:
+    marker, newest = collectives.on_main(lambda: (read_marker(output_dir), _newest_step(output_dir)))
+    if marker is None:
         return None
-    own = find_generations(run_folder(root, run_id)) if collectives.is_local_main else []
+    own = find_generations(marker.folder(root)) if collectives.is_local_main else []
     found = collectives.gather_object(own)
     choice = choose(found, newest)
     chosen = choice.generation
@@ -53,9 +58,10 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
     try:
         directory = _write_out(strategy, output_dir, chosen, choice.holders, here, confirm)
     except OSError as error:
-        if collectives.is_main:
-            logger.warning("the copies of step %d cannot be written to %s: %s", chosen.step, output_dir, error)
-        return None
+        raise SaveError(
+            f"the copies of step {chosen.step} in memory cannot be written to {output_dir}: {error}; make room there "
+            "and start again, or give them up with resume_from_checkpoint=<a checkpoint>"
+        ) from error
     if collectives.is_main:
         size = sum(entry.size for entry in chosen.files.values())
         hosts = {each.host: None for rank in sorted({*choice.holders.values()}) for each in found[rank]}
@@ -117,7 +123,8 @@ def _write_files(
         Why a file could not be written; None if all are.
     """
     collectives, session, problem = strategy.collectives, strategy.session, None
-    writers = session.find_readers(staging)
+    can_write = collectives.gather_object(os.access(staging, os.W_OK))
+    writers = [rank for rank in session.find_readers(staging) if can_write[rank]]
     for name, holder in sorted(holders.items()):
         entry, target = files[name], staging / name
         try:

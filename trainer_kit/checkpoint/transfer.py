@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from trainer_kit.checkpoint import FileEntry, Manifest
-from trainer_kit.checkpoint.generations import write_manifest
+from trainer_kit.checkpoint import FileEntry
 
 _PIECE_BYTES = 2**24
 
@@ -29,10 +28,13 @@ class Arrival:
     Args:
         folder: Where they are written.
         entries: Their entries.
+
+    Attributes:
+        folder: The argument of the same name.
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, FileEntry]) -> None:
-        self._folder = folder
+        self.folder = folder
         self._entries = entries
         self._pieces = pieces_of(entries)
         self._done = 0
@@ -54,7 +56,7 @@ class Arrival:
         view = content.numpy().data
         self._digests[piece.name].update(view)
         if self._problem is None:
-            path = self._folder / piece.name
+            path = self.folder / piece.name
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "ab") as file:
@@ -62,19 +64,17 @@ class Arrival:
             except OSError as error:
                 self._problem = str(error)
 
-    def finish(self, manifest: Manifest) -> str | None:
-        """Compare the checksums and write the manifest; return what failed."""
+    def finish(self) -> str | None:
+        """Compare the checksums; return what failed."""
         for name, entry in self._entries.items():
             if (found := self._digests[name].hexdigest()) != entry.checksum:
                 return f"{name} arrived with the checksum {found} instead of {entry.checksum}"
         try:
-            if self._problem is None:
-                for name, entry in self._entries.items():
-                    if not entry.size:
-                        (self._folder / name).touch()
-                write_manifest(self._folder, manifest)
+            for name, entry in self._entries.items():
+                if not entry.size:
+                    (self.folder / name).touch()
         except OSError as error:
-            self._problem = str(error)
+            self._problem = self._problem or str(error)
         return self._problem
 
 
