@@ -48,7 +48,7 @@ def test_a_machine_is_killed_and_its_memory_is_lost(pair: Machines, tmp_path: Pa
     folder = tmp_path / "shared"
     marks = tmp_path / "marks"
     marks.mkdir()
-    both = [launch(pair, number, folder, "--marks", marks, "--pause", "0.1") for number in range(2)]
+    both = [launch(pair, number, folder, "--marks", marks, "--pause", "0.4") for number in range(2)]
     both[0].wait_for(marks / "rank-0-step-7")
     pair.kill(1)
     shutil.rmtree(pair.disks[1] / "memory")
@@ -79,7 +79,7 @@ def test_all_processes_of_a_machine_are_killed(tmp_path: Path) -> None:
         assert process.returncode == 0, err
         return [json.loads(line)["state"] for line in out.splitlines()]
 
-    killed, errors = launched("killed", "--marks", marks, "--pause", "0.1")
+    killed, errors = launched("killed", "--marks", marks, "--pause", "0.4")
     end = time.monotonic() + 60
     while not all((marks / f"rank-{rank}-step-7").exists() for rank in range(2)):
         assert time.monotonic() < end, errors.read_text()

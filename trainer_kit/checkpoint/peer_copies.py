@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -152,7 +152,8 @@ class PeerCopier:
                 lambda: saver.staged(self._writers, snapshot.result() if taken is None else taken, division),
                 saver.copies.complete,
             )
-        problem = self._lack_of_room(given)
+        stale = self._stale()  # before another process of this machine writes something new
+        problem = self._lack_of_room(given, stale)
         release = functools.partial(_release, saver.copies)
         if problem is not None:
             release()
@@ -161,7 +162,7 @@ class PeerCopier:
         self.is_busy = saver.is_copying = True
         self._copying = Copying(
             name, self._folder, run.strategy.rank, self._processes, self._channel, run.args.max_shard_size, given,
-            self._stale(), release, self._ask_to_finish,
+            stale, release, self._ask_to_finish,
         )  # fmt: skip
         self._copying.start()
 
@@ -249,7 +250,7 @@ class PeerCopier:
     def _ask_to_finish(self) -> None:
         self._requests.written = True
 
-    def _lack_of_room(self, given: Future[Contribution] | None) -> str | None:
+    def _lack_of_room(self, given: Future[Contribution] | None, stale: Sequence[Path]) -> str | None:
         """Return why the copy cannot be made, the same on all processes; None if nothing prevents it. Collective."""
         collectives, problem, added, free = self.run.strategy.collectives, None, 0, 0
         try:
@@ -258,7 +259,7 @@ class PeerCopier:
             device = os.stat(self._folder).st_dev
         except Exception as error:
             problem, device = str(error) or type(error).__name__, 0
-        freed = sum(file.stat().st_size for path in self._stale() for file in path.rglob("*") if file.is_file())
+        freed = sum(file.stat().st_size for path in stale for file in path.rglob("*") if file.is_file())
         rooms = collectives.gather_object(_Room((socket.gethostname(), device), self.root, free, added, freed, problem))
         for rank, room in enumerate(rooms):
             if room.problem is not None:
