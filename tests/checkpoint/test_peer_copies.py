@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,31 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kit.copied_training import train
-from kit.ranks import on_ranks, try_on_ranks
+from kit.copied_training import copied_steps as steps
+from kit.copied_training import run_copied as run
 
 from trainer_kit import Callback, Run
-from trainer_kit.checkpoint import copying, find_checkpoints, peer_copies, transfer
+from trainer_kit.checkpoint import find_checkpoints, peer_copies
 from trainer_kit.checkpoint.copying import Copying
 from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.checkpoint.generations import MARKER, read_marker
 from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.state import Requests
-from trainer_kit.strategies.peer_channel import PeerChannel
 
 STEPS = 8
-
-
-def run(size: int, *args: Any, **options: Any) -> list[tuple[str | None, int, list[str]]]:
-    """Train on as many processes; each stands for a machine."""
-    if size == 1:
-        return [train(*args, "single", **options)]
-    return on_ranks(size, train, *args, **{"machines": size, **options})  # type: ignore[no-any-return]
-
-
-def steps(memory: Path) -> set[int]:
-    """The steps of which there are copies."""
-    return {int(path.name.partition("-")[0]) for path in memory.glob("*/trainer_kit-*/*")}
 
 
 @pytest.mark.distributed
@@ -142,112 +128,6 @@ def test_no_copy_is_left(tmp_path: Path) -> None:
     ((_, begin, lines),) = run(1, tmp_path / "run", tmp_path / "m")
     assert begin == 0
     assert "no copy of the state is left in memory; the run resumes from the start" in lines
-
-
-def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
-    """End this process in a call of a function or method."""
-    called = getattr(owner, name)
-    count = iter(range(1, 1000))
-
-    def dies(*args: Any, **given: Any) -> Any:
-        if next(count) == calls:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return called(*args, **given)
-
-    patch.setattr(owner, name, dies)
-
-
-def die_writing(patch: pytest.MonkeyPatch, rank: int) -> None:
-    die_at(patch, Copying, "_write", 2)
-
-
-def die_before_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
-    die_at(patch, Copying, "_exchange", 2)
-
-
-def die_in_the_exchange(patch: pytest.MonkeyPatch, rank: int) -> None:
-    patch.setattr(transfer, "_PIECE_BYTES", 1000)
-    arrive = transfer.Arrival.write
-
-    def dies(self: transfer.Arrival, content: Any) -> None:
-        arrive(self, content)
-        if "00000004-" in str(self.folder):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    patch.setattr(transfer.Arrival, "write", dies)
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("damage", [die_writing, die_before_the_exchange, die_in_the_exchange])
-def test_a_copy_that_is_killed_leaves_the_one_before(tmp_path: Path, damage: Any) -> None:
-    """Whatever the phase; the memory of the first machine is lost too."""
-    options: dict[str, Any] = {"kind": "fsdp"}
-    straight = run(2, tmp_path / "straight", tmp_path / "m", **options)
-    killed = try_on_ranks(2, train, tmp_path / "run", tmp_path / "m", damage=damage, **options)
-    assert all("exit code -9" in str(each) for each in killed)
-    assert steps(tmp_path / "m") >= {2}
-    shutil.rmtree(tmp_path / "m" / "machine-0")
-    second = run(2, tmp_path / "run", tmp_path / "m", **options)
-    assert [each[:2] for each in second] == [(straight[0][0], 2)] * 2
-
-
-def fail_once(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1 find its connection broken in the first exchange."""
-    exchange, failed = PeerChannel.exchange, list[int]()
-
-    def fails(self: PeerChannel, *args: Any) -> None:
-        if rank == 1 and not failed:
-            failed.append(1)
-            raise OSError("no route to host")
-        exchange(self, *args)
-
-    patch.setattr(PeerChannel, "exchange", fails)
-
-
-def write_badly(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the memory of rank 1 be full at the first copy."""
-    if rank == 1:
-        write, failed = copying.Contribution.write, list[int]()
-
-        def fails(self: Any, folder: Path, size: Any) -> Any:
-            if not failed:
-                failed.append(1)
-                shutil.rmtree(folder)
-            return write(self, folder, size)
-
-        patch.setattr(copying.Contribution, "write", fails)
-
-
-def arrive_damaged(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let a bit flip on the way to rank 1 in the first copy."""
-    write, failed = transfer.Arrival.write, list[int]()
-
-    def flips(self: Any, content: Any) -> None:
-        if rank == 1 and not failed:
-            failed.append(1)
-            content[0] ^= 1
-        write(self, content)
-
-    patch.setattr(transfer.Arrival, "write", flips)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [(fail_once, "no route to host"), (write_badly, "No such file"), (arrive_damaged, "arrived with the checksum")],
-)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_copy_that_fails_is_given_up_and_tried_again(tmp_path: Path, kind: str, damage: Any, reason: str) -> None:
-    options: dict[str, Any] = {"kind": kind}
-    straight = run(2, tmp_path / "straight", tmp_path / "m", **options)
-    first = run(2, tmp_path / "run", tmp_path / "m", damage=damage, until=5, **options)
-    (line,) = [line for line in first[0][2] if "was not copied to memory" in line]
-    assert line.startswith("the state of step 2 was not copied to memory: rank 1 (")
-    assert reason in line
-    assert steps(tmp_path / "m") == {4}
-    second = run(2, tmp_path / "run", tmp_path / "m", **options)
-    assert [each[:2] for each in second] == [(state, 4) for state, _, _ in straight]
 
 
 def lack_room(patch: pytest.MonkeyPatch, rank: int) -> None:

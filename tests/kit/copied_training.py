@@ -12,6 +12,7 @@ import pytest
 import torch
 from scenarios import task
 
+from kit.ranks import on_ranks
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import PeerCopies
 from trainer_kit.checkpoint.format import ownership
@@ -138,3 +139,15 @@ class Began(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         self.step = run.state.step
+
+
+def run_copied(size: int, *args: Any, **options: Any) -> list[tuple[str | None, int, list[str]]]:
+    """Train on as many processes; each stands for a machine."""
+    if size == 1:
+        return [train(*args, "single", **options)]
+    return on_ranks(size, train, *args, **{"machines": size, **options})  # type: ignore[no-any-return]
+
+
+def copied_steps(memory: Path) -> set[int]:
+    """The steps of which there are copies."""
+    return {int(path.name.partition("-")[0]) for path in memory.glob("*/trainer_kit-*/*")}
