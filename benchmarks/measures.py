@@ -19,7 +19,7 @@ COMMANDS = (
     "checkpoint.py --megabytes 100 --turns 3",
     "resuming.py",
     "import_time.py",
-    "accelerator_loader.py",
+    "accelerator.py",
     "ledger.py --seconds 5",
 )
 

@@ -1,13 +1,16 @@
 """Models sharded over processes of this machine's CPU: steps, memory and checkpoints against torch's own engine.
 
-`python benchmarks/sharding.py` starts 2 processes and then 4 with torchrun, which measure three things:
+`python benchmarks/sharding.py` starts 2 processes and then 4 with torchrun, which measure four things:
 
 - a step of the Trainer with `FSDP` against a hand-written loop with `fully_shard`: the same model, units, batches and
   fused AdamW with a linear schedule, clipping to 1.0, a step of one after a step of the other;
 - the memory of a process in training and in a save, beyond what it has before the model is made, against the formula;
 - a save of the Trainer against `torch.distributed.checkpoint.save` and `async_save` of the same state, in turn in one
   training: how long training stands still, how much later it is when the save is on the disk, how long that takes, and
-  bytes; and loading it.
+  bytes; and loading it;
+- a copy of the state to memory (`PeerCopies`), each process standing for a machine: how long training stands still, and
+  how long it takes until all have their own part and their peer's. About 64 MiB a process with `--part copies
+  --processes 2 --layers 3`.
 
 Numbers are medians over steps or turns, ratios medians of the ratios of each. Needs 4 GB of disk space in the folder
 for temporary files.
@@ -38,6 +41,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from trainer_kit import FSDP, Callback, Run, Trainer, TrainingArguments
+from trainer_kit.callbacks import PeerCopies
+from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.memory import estimate
 
 dcp: Any = torch.distributed.checkpoint
@@ -321,7 +326,59 @@ def compare_checkpoints(options: argparse.Namespace) -> None:
     show(f"make and dcp.load          {torchs:9.3f} s   ratio {statistics.median(a / b for a, b in loads):.3f}")
 
 
-PARTS = {"step": compare_steps, "memory": compare_memory, "checkpoint": compare_checkpoints}
+class Copies(Callback):
+    """Measure copies to memory.
+
+    Args:
+        every: Steps from one copy to the next.
+
+    Attributes:
+        stood: Seconds that training stood still for each copy.
+        took: Seconds from the beginning of each copy to its end.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.stood: list[float] = []
+        self.took: list[float] = []
+        self._begin = PeerCopier.begin
+        PeerCopier.begin = lambda copier, *given: self._timed(copier, *given)  # type: ignore[method-assign]
+        self._saving = 0.0
+
+    def _timed(self, copier: PeerCopier, *given: Any) -> None:
+        start = time.perf_counter()
+        self._begin(copier, *given)
+        assert copier._copying is not None, "the last copy has not ended"
+        copier._copying.result.add_done_callback(lambda done: self.took.append(time.perf_counter() - start))
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step % self.every == self.every - 1:  # by now the last copy has ended
+            saving = run.ledger.seconds().get("saving", 0.0)
+            self.stood.append(saving - self._saving)
+            self._saving = saving
+
+
+def measure_copies(options: argparse.Namespace) -> None:
+    """Print how long training stands still for a copy to memory, and how long that takes."""
+    os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    memory = Path("/dev/shm" if Path("/dev/shm").is_dir() else os.environ["BENCHMARK_FOLDER"])
+    own = Path(tempfile.mkdtemp(dir=memory))
+    copies = Copies(options.every)
+    changes = {"max_steps": options.every * (options.turns + 3), "save_strategy": "epoch", "num_train_epochs": 10_000}
+    callbacks = [PeerCopies(options.every, own), copies]
+    trainer = make_trainer((options.width, options.layers), "copies", callbacks, **changes)
+    try:
+        trainer.train()
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    size = 12 * sum(each.numel() for each in trainer.run.model.parameters()) / dist.get_world_size()
+    stood, took = statistics.median(copies.stood[2:]), statistics.median(copies.took[1:])
+    show(f"copy of {size / MIB:.0f} MiB a process: stands still {stood:.3f} s, takes {took:.3f} s")
+
+
+PARTS = {
+    "step": compare_steps, "memory": compare_memory, "checkpoint": compare_checkpoints, "copies": measure_copies
+}  # fmt: skip
 
 
 def start(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 Within a hook, callbacks are called by `priority`, then in the order of the list:
 
 - -100: callbacks that change the model (`EMA`, `Freezing`), so that all others see the changed model;
-- 0: your callbacks, and those that only make requests (`Preemption`);
+- 0: your callbacks, and those that only make requests (`Preemption`, `PeerCopies`);
 - 50: `Checkpointing`; from here on, `run.state.best_metric` and `best_step` include the current evaluation;
 - 100: callbacks that write records (`Progress`, `Console`, `TensorBoard`, `JsonLines`, `Profiler`) and those of
   transformers, so that they see the numbers that your callbacks add to a record or to an evaluation's metrics;
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .max_time import MaxTime
     from .memory import Memory
     from .neftune import Neftune
+    from .peer_copies import PeerCopies
     from .preemption import Preemption
     from .profiler import Profiler
     from .progress import Progress
@@ -65,6 +66,7 @@ __all__ = [
     "MaxTime",
     "Memory",
     "Neftune",
+    "PeerCopies",
     "Preemption",
     "Profiler",
     "Progress",
@@ -95,6 +97,7 @@ _MODULES = {
     "MaxTime": "max_time",
     "Memory": "memory",
     "Neftune": "neftune",
+    "PeerCopies": "peer_copies",
     "Preemption": "preemption",
     "Profiler": "profiler",
     "Progress": "progress",

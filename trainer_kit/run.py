@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ class Run:
         batch: The current micro-batch, on the device.
         ledger: The time spent on each activity.
         stateful: The user's own stateful objects by name; every checkpoint saves and restores them.
+        copies_folder: Folder in host memory for copies of the state, which `PeerCopies` sets; None: no copies.
     """
 
     args: TrainingArguments
@@ -62,6 +64,7 @@ class Run:
     batch: Any = None
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)
+    copies_folder: Path | None = None
 
 
 class TrainOutput(NamedTuple):

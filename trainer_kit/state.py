@@ -121,6 +121,7 @@ class Requests:
         log: Make a record.
         evaluate: Evaluate.
         save: Save a checkpoint.
+        copy: Copy the state to the memory of peers, see `PeerCopies`; not while a checkpoint is written.
         stop: End the training.
         written: A checkpoint is written or has failed. The thread that writes checkpoints sets it.
         exit_code: Exit code with which `train()` leaves the process after a signal (Ctrl-C, preemption). A checkpoint
@@ -133,6 +134,7 @@ class Requests:
     log: bool = False
     evaluate: bool = False
     save: bool = False
+    copy: bool = False
     stop: bool = False
     written: bool = False
     exit_code: int | None = None

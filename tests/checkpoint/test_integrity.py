@@ -385,7 +385,7 @@ def test_a_checkpoint_that_is_saved_again_keeps_all_resumable(tmp_path: Path) ->
     """After a rollback that went back by more than one."""
     saver = AsyncSaver(make_trainer(tmp_path).run, lambda directory: True, lambda: None)
     saver.committed = [Committed("checkpoint-2", 1), Committed("checkpoint-6", 3), Committed("checkpoint-4", 2)]
-    again = saver._with(Committed("checkpoint-8", 0))
+    again = saver.committed_with(Committed("checkpoint-8", 0))
     assert [each.number for each in again] == [1, 3, 2, 4]
     _check_committed(CheckedFile(tmp_path), [[each.name, each.number, each.metric] for each in again])
 

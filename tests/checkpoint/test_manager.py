@@ -209,36 +209,6 @@ def test_checkpoint_of_another_model_names_the_first_tensors(tmp_path: Path) -> 
         other.train(resume_from_checkpoint=True)
 
 
-def test_own_objects_are_kept(tmp_path: Path) -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.value: Any = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.value = state["value"]
-
-    first = make_trainer(tmp_path, max_steps=2)
-    first.run.stateful["mine"] = counter = Counter()
-    counter.value = {"tensor": torch.arange(3), "list": [1, (2, None)]}
-    first.train()
-    second = make_trainer(tmp_path, max_steps=3)
-    second.run.stateful["mine"] = loaded = Counter()
-    second.train(resume_from_checkpoint=True)
-    assert torch.equal(loaded.value["tensor"], torch.arange(3))
-    assert loaded.value["list"] == [1, (2, None)]
-
-
-@pytest.mark.parametrize("name", ["optimizer", "trainer"])
-def test_own_objects_cannot_take_the_runs_names(tmp_path: Path, name: str) -> None:
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.run.stateful[name] = Stream()
-    with pytest.raises(ValueError, match=f"run.stateful\\['{name}'\\]"):
-        trainer.train()
-
-
 def test_a_model_whose_state_cannot_be_asked_for_is_refused_at_the_start(tmp_path: Path) -> None:
     class Short(Net):
         def state_dict(self) -> Any:  # type: ignore[override]
@@ -311,23 +281,6 @@ class Steps(Callback):
         self.taken += 1
 
 
-def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
-    class Own:
-        def state_dict(self) -> dict[str, Any]:
-            return {"a": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise KeyError("b")
-
-    trainer = make_trainer(tmp_path, max_steps=2)
-    trainer.run.stateful["own"] = Own()
-    trainer.train()
-    again = make_trainer(tmp_path, max_steps=3)
-    again.run.stateful["own"] = Own()
-    with pytest.raises(ValueError, match=r"run.stateful\['own'\] does not take the state .*: KeyError: 'b'; resume"):
-        again.train(resume_from_checkpoint=True)
-
-
 def test_retention_over_restarts_keeps_what_it_should(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=5).train()
     make_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
@@ -394,11 +347,3 @@ def test_a_schedule_of_another_kind_is_refused(tmp_path: Path) -> None:
     trainer.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(ValueError, match=r"lr_scheduler is StepLR, but .* Schedule"):
         trainer.train(resume_from_checkpoint=True)
-
-
-def test_own_objects_without_a_state_are_refused_before_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.run.stateful["mine"] = object()  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"run.stateful\['mine'\] is a object without state_dict"):
-        trainer.train()
-    assert trainer.run.state.step == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -100,6 +101,16 @@ def test_the_table_has_its_sources(config: str, asked: list[Asked], capsys: pyte
         "weights, activations: counted on fake tensors",
         "runtime: assumed: a context (its guide)",
     ]
+
+
+def test_copies_in_memory(config: str, asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's 3 GiB of weights are divided over 4 processes, and lie in memory four times."""
+    assert "host memory of PeerCopies: 3 GiB a process" in told(capsys, config, "--peer-copies", "--num-processes", "4")
+    assert json.loads(told(capsys, config, "--peer-copies", "--json"))["peer_copies"] == 12 * 2**30
+    assert "PeerCopies" not in told(capsys, config)
+    sharded = dataclasses.replace(ANATOMY, shards=8)
+    assert sharded.peer_copies(1) == sharded.peer_copies(8) == 12 * 2**30
+    assert sharded.peer_copies(16) == 6 * 2**30
 
 
 def test_json(config: str, asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from kit.guides import Guide, dry_run, unsaid
 from kit.ranks import on_ranks
 
 from trainer_kit import FSDP, Trainer, TrainingArguments
+from trainer_kit.callbacks import PeerCopies
 from trainer_kit.cli.main import main
 
 GUIDE = Guide("docs/en/how-to/large-models.md")
@@ -45,7 +46,7 @@ def test_the_options_are_ours() -> None:
 
 def test_the_examples_are_calls_of_ours() -> None:
     nodes = [node for block in GUIDE.python for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
-    for ours, count in ((FSDP, 4), (Trainer, 2), (TrainingArguments, 1)):
+    for ours, count in ((FSDP, 4), (Trainer, 3), (TrainingArguments, 1), (PeerCopies, 1)):
         calls = [node for node in nodes if ast.unparse(node.func) == ours.__name__]
         assert len(calls) == count
         assert {each.arg for node in calls for each in node.keywords} <= {*inspect.signature(ours).parameters}

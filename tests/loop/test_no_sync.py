@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer_kit import Accelerator, Callback, Run, SingleDevice, Trainer, TrainingArguments
+from trainer_kit.callbacks import PeerCopies
 
 
 class Classifier(nn.Module):
@@ -176,6 +177,29 @@ def test_the_counter_sees_what_waits(gpus: Gpus, tmp_path: Path) -> None:
     Trainer(Classifier(), arguments(tmp_path), points(), callbacks=[window, Reader()]).train()
     whats = ["aten._local_scalar_dense", "copy to the host", "aten._local_scalar_dense", "aten.index"]
     assert [wait.what for wait in window.waits.seen] == whats
+
+
+def test_copies_to_memory_wait_in_their_steps_alone(gpus: Gpus, tmp_path: Path) -> None:
+    """A copy follows steps 4 and 8; the waits of each step are those from the end of the one before."""
+
+    class Steps(Callback):
+        priority = 1000
+
+        def __init__(self) -> None:
+            self.waits: list[int] = []
+            self._window = Waits(gpus)
+            self._window.__enter__()
+
+        def on_step_end(self, run: Run) -> None:
+            self._window.__exit__()
+            self.waits.append(len(self._window.seen) - sum(self.waits))
+            self._window.__enter__()
+
+    steps = Steps()
+    callbacks = [steps, PeerCopies(4, tmp_path)]
+    Trainer(Classifier(), arguments(tmp_path / "run"), points(), callbacks=callbacks).train()
+    waiting = [step for step, waits in enumerate(steps.waits, start=1) if waits and step > 1]
+    assert waiting == [5, 9]
 
 
 def test_skipping_with_an_optimizer_that_is_not_fused_has_to_wait(gpus: Gpus, tmp_path: Path) -> None:

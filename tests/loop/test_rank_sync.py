@@ -35,12 +35,12 @@ class Reduced(Collectives):
 
 
 ARGS = TrainingArguments()
-FLAGS = ("log", "evaluate", "save", "stop", "written")
+FLAGS = ("log", "evaluate", "save", "copy", "stop", "written")
 
 
 def test_a_lone_process_reduces_only_requests() -> None:
     """A request that is known and not yet served remains pending."""
-    for asked, pending in itertools.product(itertools.product((False, True), repeat=5), repeat=2):
+    for asked, pending in itertools.product(itertools.product((False, True), repeat=len(FLAGS)), repeat=2):
         collectives, requests = Reduced(), Requests(*asked)
         strategy = SimpleNamespace(collectives=collectives)
         run: Any = SimpleNamespace(strategy=strategy, requests=requests, args=ARGS, state=TrainState(), total_steps=8)

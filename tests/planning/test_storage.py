@@ -12,7 +12,9 @@ from scenarios.task import Net, make_trainer
 from torch import nn
 
 from trainer_kit import Trainer
+from trainer_kit.callbacks import PeerCopies
 from trainer_kit.planning.storage import optimizer_bytes
+from trainer_kit.utils.units import format_size
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -58,6 +60,7 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, optim: str) -> None
     assert 0 <= written - storage.size < TEXT
     assert storage.parts["kept"] == 4 * 30_000
     assert storage.size == sum(storage.parts.values())
+    assert storage.copies_folder is None
     weights = sum(
         each.nbytes for each in {id(t): t for t in trainer.run.model.state_dict(keep_vars=True).values()}.values()
     )
@@ -67,6 +70,14 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, optim: str) -> None
     again = trainer.plan().storage
     assert again is not None
     assert again.parts["callbacks"] == storage.parts["callbacks"]
+
+
+def test_copies_in_memory_are_told(tmp_path: Path) -> None:
+    plan = make_trainer(tmp_path / "run", PeerCopies(2, tmp_path), max_steps=8).plan()
+    assert plan.storage is not None
+    size = format_size(2 * plan.storage.size)
+    text = " ".join(str(plan).split())
+    assert f"{size} on all machines together, twice that if there are several" in text
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [

@@ -50,6 +50,7 @@ class Elastic:
         heartbeat: float | None = None,
         last_call: float = 3,
         restarts: str = "",
+        copies: bool = False,
     ) -> Command:
         candidates = ",".join(ADDRESSES[: self.candidates])
         place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", candidates]
@@ -58,6 +59,7 @@ class Elastic:
         options = ["--model", model, "--batch-size", str(batch_size), "--pause", str(pause), "--marks", self.marks]
         options += ["--dies", HOSTS[victim], dies] if dies != "never" else []
         options += ["--slow", slow] if slow else []
+        options += ["--copies", "memory"] if copies else []
         options += ["--heartbeat", str(heartbeat)] if heartbeat is not None else []
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
         self.commands.append(self.machines.start(number, *words, preloaded=preloaded))

@@ -16,9 +16,11 @@ import torch
 from scenarios import task
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
-from trainer_kit.callbacks import EMA, SlowProcesses, slow_processes
+from trainer_kit.callbacks import EMA, PeerCopies, SlowProcesses, slow_processes
 from trainer_kit.checkpoint import contribution
+from trainer_kit.checkpoint.format import ownership
 from trainer_kit.strategies import process_group
+from trainer_kit.strategies.fsdp.strategy import FSDP
 from trainer_kit.strategies.multinode import MultiNode
 
 
@@ -113,6 +115,9 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dies", nargs=2, help="a machine, and when it is lost: step, exchange, save, process")
     parser.add_argument("--slow", help="a machine whose steps take longer, and which may be replaced")
     parser.add_argument("--heartbeat", type=float)
+    parser.add_argument("--copies", type=Path, help="folder for a copy of the state after every second step")
+    parser.add_argument("--save-steps", type=int, default=3)
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--join", type=float, default=60.0)
     return parser.parse_args(words)
 
@@ -122,8 +127,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     process_group.JOIN_SECONDS = options.join
     args = TrainingArguments(
         output_dir=str(options.output_dir), num_train_epochs=2, per_device_train_batch_size=options.batch_size,
-        learning_rate=options.learning_rate, logging_steps=1, save_steps=3, save_total_limit=3, use_cpu=True,
-        report_to="jsonl", disable_tqdm=True, log_level="info",
+        learning_rate=options.learning_rate, logging_steps=1, save_steps=options.save_steps, save_total_limit=3,
+        use_cpu=True, report_to="jsonl", disable_tqdm=True, log_level="info",
         async_save=not options.deaths,  # else a death may come before the other machine has heard of the checkpoint
     )  # fmt: skip
     torch.manual_seed(0)
@@ -138,16 +143,23 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         callbacks.append(Signs())
         args = dataclasses.replace(args, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0)
     callbacks += [Dies(*options.dies)] if options.dies else []
-    strategy = MultiNode(device="cpu", heartbeat_timeout=options.heartbeat)
+    if options.copies:
+        options.copies.mkdir(exist_ok=True)
+        ownership.PART_BYTES = 256  # each process writes a part
+        callbacks.append(PeerCopies(2, options.copies))
+    kind, parts = (FSDP, {"units": ["head"]}) if options.fsdp else (MultiNode, {})
+    strategy = kind(device="cpu", heartbeat_timeout=options.heartbeat, **parts)
     trainer = Trainer(model, args, dataset, strategy=strategy, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
     averages = callbacks[0].state_dict()
+    loop = trainer._loop
+    copied = loop.checkpoints.copier._complete if loop is not None and loop.checkpoints.copier is not None else []
     state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), averages)
     return {
         "rank": strategy.rank, "pid": os.getpid(), "step": output.global_step, "loss": output.training_loss,
-        "state": state,
-        "weights": torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
+        "state": state, "copied": copied,
+        "weights": [] if options.fsdp else torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def began(elastic: Elastic) -> float:
 @pytest.mark.parametrize("moment", ["step", "exchange", "save"])
 def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     """The others go on in their processes: between votes, while gradients are summed, while a checkpoint is written."""
-    commands = elastic.start_all(pause=0.1, dies=moment)
+    commands = elastic.start_all(pause=0.1, dies=moment, copies=moment == "exchange")
     ended = finish(*commands[:2])
     elastic.check(*ended)
     assert f"{HOSTS[2]} is gone: 2 of 3 machines go on" in ended[1].err
@@ -59,6 +59,15 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     missing = 1 / 3 * (1 - (lost["time"] - began(elastic)) / summary["wall_seconds"])
     assert summary["reduced_seconds"] / summary["wall_seconds"] == pytest.approx(missing, abs=0.05)
     assert summary["seconds/regroup"] == pytest.approx(lost["pause"], rel=0.1, abs=0.1)
+    if moment == "exchange":  # copies to peers were given up with the broken group, and went on in the next one
+        assert ended[0].err.count("was not copied to memory") <= 1, ended[0].err
+        for disk in elastic.machines.disks[:2]:
+            assert list((disk / "memory").iterdir()) == []
+        first, second = (json.loads(each.out)["copied"] for each in ended)
+        assert first == second
+        assert all(int(name[:8]) > 6 for name in first), first
+        assert len(first) == 2
+        assert list((elastic.machines.disks[2] / "memory").iterdir()) != []
 
 
 def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:

@@ -29,7 +29,6 @@ from trainer_kit.checkpoint.format.commit import open_staging
 from trainer_kit.checkpoint.format.export import model_files
 from trainer_kit.checkpoint.format.json_files import is_too_large
 from trainer_kit.checkpoint.format.ownership import Division
-from trainer_kit.checkpoint.format.snapshot import Copy
 from trainer_kit.checkpoint.save import Outcome, Save
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.checkpoint.writers import Writers
@@ -46,7 +45,7 @@ States = Callable[[list[Committed]], Mapping[str, Any]]
 SHARED = ("optimizer",)
 """States that all processes have alike, so that several can write them together."""
 
-_LOSS_SECONDS = 5.0
+LOSS_SECONDS = 5.0
 """Time in which parts that a lost process has sent still arrive."""
 
 
@@ -65,6 +64,7 @@ class AsyncSaver:
         is_busy: Whether a save has begun and neither `finish` nor `drain` has returned its result.
         failed: Result of the last save if it failed, else None.
         failures: Number of failed saves since this start.
+        is_copying: Whether `copies` serve a copy to memory, see `PeerCopier`.
         copies: Copies of the run's tensors in host memory.
         writers: The processes that write the checkpoints.
         base: Frozen weights to which the checkpoints refer; None: they hold all weights.
@@ -79,6 +79,7 @@ class AsyncSaver:
         self.is_busy = False
         self.failed: Outcome | None = None
         self.failures = 0
+        self.is_copying = False
         self._requests = run.requests
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Outcome | None] | None = None  # None as the result of a process that is not the main one
@@ -122,8 +123,8 @@ class AsyncSaver:
         assert not self.is_busy, "one save at a time"
         strategy = self.run.strategy
         strategy.session.set_abort_handler(lambda: self.drain(after_loss=True))
-        committed = self._with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
-        snapshot = self._try_snapshot(model_state, lambda: states(committed))
+        committed = self.committed_with(Committed(f"{CHECKPOINT_PREFIX}{self.run.state.step}", 0, metric))
+        snapshot = self.try_snapshot(model_state, lambda: states(committed))
         try:
             taken, division = self.writers.agree(snapshot)
         except OSError as error:
@@ -159,7 +160,7 @@ class AsyncSaver:
             self._fail(str(error))
             return None
 
-    def _try_snapshot(
+    def try_snapshot(
         self, model_state: Mapping[str, torch.Tensor], states: Callable[[], Mapping[str, Any]]
     ) -> Future[Snapshot]:
         """Take the snapshot of this process; return its error instead of raising it, since the others wait for it."""
@@ -176,14 +177,20 @@ class AsyncSaver:
             taken.set_exception(error)
         return taken
 
-    def _contribution(self, snapshot: Snapshot, division: Division | None, copy: Copy) -> Contribution:
-        contribution = self.writers.contribution(snapshot, division)
-        return contribution.copied(copy, self.copies.complete) if self.run.args.async_save else contribution
-
     def _taken(self, snapshot: Snapshot, division: Division | None) -> Contribution:
+        if self.run.args.async_save:
+            return self.staged(self.writers, snapshot, division)
+        return self.writers.contribution(snapshot, division)
+
+    def staged(self, writers: Writers, snapshot: Snapshot, division: Division | None) -> Contribution:
+        """Return what this process gives to a save or a copy, with copies of its tensors.
+
+        Raises:
+            OSError: If the host lacks memory for the copies.
+        """
         if self._reserving is not None:
             self._reserving.result()
-        return self._contribution(snapshot, division, self.copies.take)
+        return writers.contribution(snapshot, division).copied(self.copies.take, self.copies.complete)
 
     def _submit(self, write: Callable[[], Outcome | None]) -> None:
         """Write in the thread; with `async_save=False`, write now."""
@@ -199,7 +206,7 @@ class AsyncSaver:
 
     def wait_for_staging(self) -> None:
         """Wait until staging is complete, so that the optimizer may change its state."""
-        if self.is_busy and self.copies.is_under_way:
+        if (self.is_busy or self.is_copying) and self.copies.is_under_way:
             with self.run.ledger.during("saving"):
                 self.copies.wait()
 
@@ -255,7 +262,7 @@ class AsyncSaver:
                 return
             if not pending.done():
                 logger.warning("the checkpoint that was begun is still being written; waiting for it")
-            while after_loss and not wait([pending], _LOSS_SECONDS).done:
+            while after_loss and not wait([pending], LOSS_SECONDS).done:
                 if self.run.strategy.sharding.is_waiting:
                     logger.warning("the checkpoint that was begun needs parts of the lost process; it is given up")
                     return
@@ -285,14 +292,14 @@ class AsyncSaver:
             ValueError: If the name of a state cannot be a file name, or a state is too large as JSON.
         """
         strategy = self.run.strategy
-        snapshot = self._try_snapshot(model_state, lambda: states([]))
+        snapshot = self.try_snapshot(model_state, lambda: states([]))
         try:
             taken, division = self.writers.agree(snapshot)
         except OSError:
             return  # the first save reports it
         strategy.collectives.on_main(lambda: self._check_space(snapshot))
         if self.run.args.async_save and self.writers.contributes(division) and taken is not None:
-            self._contribution(taken, division, self._reserve)
+            self.writers.contribution(taken, division).copied(self._reserve, self.copies.complete)
 
     def _check_space(self, taken: Future[Snapshot]) -> None:
         try:
@@ -318,7 +325,7 @@ class AsyncSaver:
         self._reserving = self._thread.submit(self.copies.reserve, tensors)
         return tensors
 
-    def _with(self, new: Committed) -> list[Committed]:
+    def committed_with(self, new: Committed) -> list[Committed]:
         """Return the run's checkpoints after the next commit, which may replace one of the same step."""
         number, metric = max((each.number for each in self.committed), default=0) + 1, new.metric
         for same in (each for each in self.committed if each.name == new.name):

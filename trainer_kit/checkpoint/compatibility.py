@@ -282,26 +282,6 @@ def load_scheduler(run: Run, directory: Path) -> None:
         ) from error
 
 
-def restore_stateful(run: Run, directory: Path) -> None:
-    """Restore the entries of `run.stateful`; warn about one that the checkpoint lacks.
-
-    Raises:
-        ValueError: If an entry does not take its state.
-    """
-    for name, entry in run.stateful.items():
-        state = read_state(directory, name)
-        if state is None:
-            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
-            continue
-        try:
-            entry.load_state_dict(state)
-        except Exception as error:
-            raise ValueError(
-                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
-                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
-            ) from error
-
-
 def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
     """Log changes of the layout and the arguments since the checkpoint; warn of those without effect.
 

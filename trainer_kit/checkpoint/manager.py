@@ -25,14 +25,12 @@ from trainer_kit.checkpoint.compatibility import (
     fitting_optimizer_state,
     load_scheduler,
     report_changes,
-    restore_stateful,
 )
 from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
 from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
 from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read_outline
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
-from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import (
     read_committed,
     read_data_state,
@@ -40,8 +38,12 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_means,
     read_trainer,
 )
+from trainer_kit.checkpoint.generations import remove_marker
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
+from trainer_kit.checkpoint.peer_copies import PeerCopier
+from trainer_kit.checkpoint.recovery import recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
+from trainer_kit.checkpoint.user_states import check_stateful, restore_stateful
 from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -58,11 +60,6 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-OWN_STATES = (
-    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", BASE_STATE
-)  # fmt: skip
-"""State names that `run.stateful` may not use."""
-
 
 class CheckpointManager:
     """The checkpoints of one training, across restarts.
@@ -78,6 +75,7 @@ class CheckpointManager:
         resumed_from: The checkpoint that this start resumes from; None for a new training.
         source: `resumed_from`, or a copy that this process can read.
         saver: Writer of the checkpoints.
+        copier: Copies the state to memory; None: it is not copied.
         lock: Lock of the output folder, held on the main process.
         has_taken_folder: Whether this is the main process and has taken in what was in the folder.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
@@ -93,6 +91,7 @@ class CheckpointManager:
         self.resumed_from: Path | None = None
         self.lock = RunLock(self.folder)
         self.saver = AsyncSaver(run, self.is_of_this_run, self.lock.confirm)
+        self.copier = None if run.copies_folder is None else PeerCopier(self.saver, run.copies_folder)
         self.metric: tuple[int, float] | None = None
         self.has_taken_folder = False
         self._plan: RunLength | None = None
@@ -153,6 +152,8 @@ class CheckpointManager:
         """
         run = self.run
         self._starts_again = bool(request)
+        if request is True and self.copier is not None and run.strategy.collectives.on_main(lambda: self.lock.is_held):
+            recover(run.strategy, self.folder, self.copier.root, self.lock.confirm)
         if request:
             repair = self.lock.is_held
             self.resumed_from = find_on_main(
@@ -217,6 +218,8 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         self.run_id = run.strategy.collectives.broadcast(self.run_id)  # any process may become the main one
+        if self.copier is not None:
+            self.copier.open()
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)
@@ -245,6 +248,8 @@ class CheckpointManager:
         kept = {each.name for each in self.saver.committed}
         comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
         goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
+        if self.copier is None:  # copies in memory go out of date
+            remove_marker(self.folder)
         records = [] if goes_on else records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
@@ -262,6 +267,8 @@ class CheckpointManager:
             return None
         source = fetch_verified(run.strategy, directory)
         self.metric = None
+        if self.copier is not None:
+            self.copier.forget()
         trainer = read_trainer(source)
         assert trainer is not None
         run.state.load_state_dict(trainer["counters"])
@@ -304,9 +311,18 @@ class CheckpointManager:
             model_state: All tensors of the model by name.
             evaluation_is_due: Whether a resume must begin with an interrupted evaluation.
         """
-        metric = self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        self.saver.begin(model_state, self._states_with(self._optimizer_state(), evaluation_is_due), metric, protect)
+        states = self._states_with(self._optimizer_state(), evaluation_is_due)
+        self.saver.begin(model_state, states, self._present_metric(), protect)
+
+    def begin_copy(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
+        """Begin to copy the run to memory, see `PeerCopier.begin` and `begin_save`. Collective."""
+        assert self.copier is not None
+        states = self._states_with(self._optimizer_state(), evaluation_is_due)
+        self.copier.begin(model_state, states, self._present_metric())
+
+    def _present_metric(self) -> float | None:
+        return self.metric[1] if self.metric is not None and self.metric[0] == self.run.state.step else None
 
     def _newest_valid(self, check_files: CheckFiles) -> Path | None:
         there = [self.folder / each.name for each in reversed(self.saver.committed)]
@@ -403,43 +419,10 @@ class CheckpointManager:
             return known
         return [each for each in known if self.is_of_this_run(self.folder / each.name)]
 
+    def close_copier(self, is_complete: bool) -> None:
+        """End the copies in memory; those of a complete run are removed."""
+        if self.copier is not None:
+            self.copier.close(is_complete)
+
     def is_of_this_run(self, directory: Path) -> bool:
         return is_of_run(directory, "trainer", self.run_id)
-
-
-def check_stateful(run: Run) -> None:
-    """Check that the entries of `run.stateful` can be saved.
-
-    Raises:
-        TypeError: If an entry lacks `state_dict` or `load_state_dict`.
-        ValueError: If an entry has a name that the run uses itself.
-    """
-    for name, entry in run.stateful.items():
-        if name in OWN_STATES:
-            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
-        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
-            raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
-
-
-def check_storable(run: Run) -> None:
-    """Check before the first step that a checkpoint can hold the model.
-
-    Raises:
-        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, or the model's `state_dict` does not
-            take the arguments of torch's.
-        ValueError: If a tensor has no content (device "meta").
-    """
-    if run.args.save_strategy == "no":
-        return
-    try:
-        state = run.model.state_dict(keep_vars=True)  # the call of a resume
-    except TypeError as error:
-        raise TypeError(
-            f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "
-            "torch's, or set save_strategy='no'"
-        ) from error
-    for name, tensor in state.items():
-        try:
-            refuse_unstorable(name, tensor)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None

@@ -39,6 +39,8 @@ def _take_folder(checkpoints: CheckpointManager) -> None:
     remove_stale_staging(checkpoints.folder)
     checkpoints.saver.committed = committed = _committed(checkpoints)
     set_aside(checkpoints.folder, {each.name for each in committed}, [])
+    if checkpoints.copier is not None:
+        checkpoints.copier.mark()
 
 
 def _committed(checkpoints: CheckpointManager) -> list[Committed]:

@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "fsdp", type=_count, default=1, metavar="N", help=shared)
     _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help="where to train (default: cuda)")
     _add(parser, "inference", action="store_true", help="of a forward pass without gradients, instead of training")
+    copies = "print the host memory that the callback PeerCopies takes too"
+    _add(parser, "peer-copies", action="store_true", help=copies)
     size = "what the device has, such as 24GiB or 80GB (default: that of the one here)"
     _add(parser, "device-memory", type=_size, metavar="SIZE", help=size)
     _add(parser, "json", action="store_true", help="print all figures in bytes, as JSON")
@@ -96,10 +98,17 @@ def run(options: argparse.Namespace) -> int:
         world_size=options.num_processes,
         fsdp=options.fsdp,
     )
+    copies = estimate.anatomy.peer_copies(options.num_processes) if options.peer_copies else None
     if options.json:
-        print(json.dumps({"model": options.model, "origin": subject.origin, **estimate.to_dict()}, indent=2))
+        more = {} if copies is None else {"peer_copies": copies}
+        print(json.dumps({"model": options.model, "origin": subject.origin, **estimate.to_dict(), **more}, indent=2))
         return 0
     print(estimate.table())
+    if copies is not None:
+        print(
+            f"\nhost memory of PeerCopies: {format_size(copies)} a process, for two copies of its part of a checkpoint "
+            "and of its peer's; half of it on one machine"
+        )
     print("\nhow this was found", *_sources(estimate.anatomy), sep="\n")
     return 0
 

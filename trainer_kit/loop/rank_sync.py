@@ -20,7 +20,7 @@ from trainer_kit.run import Run
 from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote
 
-_FLAGS = ("log", "evaluate", "save", "stop", "written")
+_FLAGS = ("log", "evaluate", "save", "copy", "stop", "written")
 _TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
@@ -105,10 +105,10 @@ class RankSync:
             Whether any request is pending.
         """
         asked, pending = self.run.requests, self.pending
-        asks = asked.log or asked.evaluate or asked.save or asked.stop or asked.written or asked.exit_code is not None
+        asks = _is_any(asked) or asked.exit_code is not None
         if self.run.strategy.collectives.is_alone and not asks:
             self.all_have_read = window is not None
-            return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
+            return _is_any(pending)
         self.begin(window, self.run.state.step + 1)
         return self._read()
 
@@ -151,21 +151,21 @@ class RankSync:
         sums = self._vote.wait_for_sums()
         seconds = time.perf_counter() - begin
         self.ballot = None
-        self.votes_ahead = self._is_ahead and not sums[6]
-        self.all_have_read = sums[7] == collectives.world_size
+        self.votes_ahead = self._is_ahead and not sums[7]
+        self.all_have_read = sums[8] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, sums[7:11], collectives.world_size)
+            self.disagreement = _disagreement(here, sums[8:12], collectives.world_size)
         if collectives.world_size > 1:
             if not run.strategy.static_shapes:  # else the sums are those of the device, which has more to do
                 run.ledger.slowest += seconds
-            self._set_counts(window, sums[11:])
-        if not any(sums[:6]):
-            return pending.log or pending.evaluate or pending.save or pending.stop or pending.written
+            self._set_counts(window, sums[12:])
+        if not any(sums[:7]):
+            return _is_any(pending)
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
                 setattr(pending, name, True)
-        if sums[5]:
-            codes = collectives.gather_object(run.requests.exit_code if flags[5] else None)
+        if sums[6]:
+            codes = collectives.gather_object(run.requests.exit_code if flags[6] else None)
             pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
@@ -177,7 +177,7 @@ class RankSync:
         asked = self.run.requests
         # asked.exit_code is never cleared: a signal handler may set it at any moment.
         leaves = asked.exit_code is not None and self.pending.exit_code is None
-        return [asked.log, asked.evaluate, asked.save, asked.stop, asked.written, leaves]
+        return [*(getattr(asked, name) for name in _FLAGS), leaves]
 
     def _restore(self, flags: Sequence[bool]) -> None:
         for name, flag in zip(_FLAGS, flags, strict=False):
@@ -202,6 +202,11 @@ class RankSync:
             self.disagreement = self.disagreement or _different_peers(numbers, collectives.reader_size)
         if window is not None and self.disagreement is None:
             window.set_numbers([total // collectives.reader_size for total in sums], collectives.sum_over_readers)
+
+
+def _is_any(requests: Requests) -> bool:
+    each = requests
+    return each.log or each.evaluate or each.save or each.copy or each.stop or each.written
 
 
 def _clear(asked: Requests, flags: Sequence[bool]) -> None:

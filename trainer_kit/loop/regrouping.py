@@ -125,6 +125,8 @@ class Regrouping:
         assert folder is not None
         group.leave_group()
         self.checkpoints.saver.drain(after_loss=True)
+        if self.checkpoints.copier is not None:
+            self.checkpoints.copier.drain()
         place = ask_for_place(
             Path(folder),
             run.strategy.collectives.local_rank,

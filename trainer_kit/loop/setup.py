@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from trainer_kit.checkpoint.initial_weights import InitialWeights
-from trainer_kit.checkpoint.manager import CheckpointManager, check_stateful, check_storable
+from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.user_states import check_stateful, check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.map_loader import LoaderConfig

@@ -160,6 +160,7 @@ class TrainingLoop:
             self.checkpoints.load_best()
         sync.sync()  # shares a signal that arrived in the meantime
         saver.close()
+        self.checkpoints.close_copier(is_complete=not saver.failed)
         if saver.failed and self.exit_code is None:
             raise saver.error()
         warn_of_failed_streams()
@@ -173,6 +174,7 @@ class TrainingLoop:
         """Wait for the pending save after an error, and write a crash dump. Not collective."""
         saver = self.checkpoints.saver
         saver.drain()
+        self.checkpoints.close_copier(is_complete=False)
         saver.close()
         self.crash_dump.write(error, saver.newest, self._step.micro_batch, self._step.is_fetching)
 
@@ -298,7 +300,7 @@ class TrainingLoop:
         run, pending, sync = self.run, self._sync.pending, self._sync.sync
         if pending.written:
             self._finish_save()
-            if not (pending.log or pending.evaluate or pending.save or pending.stop):
+            if not (pending.log or pending.evaluate or pending.save or pending.copy or pending.stop):
                 return  # without waiting for the device
         self._read_metrics()
         self._count_served()
@@ -317,13 +319,8 @@ class TrainingLoop:
             except EvaluationInterrupted:
                 logger.info("the evaluation at step %d was broken off; a resume begins with it", run.state.step)
             sync()
-        if pending.save:
-            # A rank that exits requests a checkpoint, which may exist already.
-            if pending.exit_code is None or self._saved_step != run.state.step:
-                self._save()
-            pending.save = False
-            self._count_served()
-            sync()
+        if pending.save or pending.copy:
+            self._save_or_copy()
         if pending.stop:
             pending.stop, self._is_stopping = False, True
 
@@ -408,6 +405,22 @@ class TrainingLoop:
         if given:
             metrics[name] = self._of_callbacks[given[0]]
 
+    def _save_or_copy(self) -> None:
+        """Begin to save if that is requested; else begin to copy, unless a save or a copy is under way."""
+        pending, saver, copier = self._sync.pending, self.checkpoints.saver, self.checkpoints.copier
+        if pending.save:
+            # A rank that exits requests a checkpoint, which may exist already.
+            if pending.exit_code is None or self._saved_step != self.run.state.step:
+                self._save()
+            pending.save = False
+            self._count_served()
+            self._sync.sync()
+        elif copier is not None and not (saver.is_busy or copier.is_busy):
+            with self.run.ledger.during("saving"), averaged_weights(self.run.optimizer, saver.wait_for_staging):
+                state = self.run.strategy.model_state(self.loss.model)
+                self.checkpoints.begin_copy(state, evaluation_is_due=pending.evaluate)
+        pending.copy = False
+
     def _save(self) -> None:
         self._finish_save()  # one save at a time
         with self.run.ledger.during("saving"):
@@ -420,8 +433,12 @@ class TrainingLoop:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the pending save, if there is one, and call `on_save`."""
+        """Wait for the pending save or copy, if there is one, and call `on_save`."""
         self._sync.pending.written = False
+        copier = self.checkpoints.copier
+        if copier is not None and copier.is_busy:
+            with self.run.ledger.during("saving"):
+                copier.finish()
         if not self.checkpoints.saver.is_busy:
             return
         with self.run.ledger.during("saving"):

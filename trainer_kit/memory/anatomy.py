@@ -72,6 +72,17 @@ class Anatomy:
         """Return the bytes of the component with this name; 0 if there is none."""
         return next((component.nbytes for component in self.components if component.name == name), 0)
 
+    def peer_copies(self, processes: int) -> int:
+        """Return the bytes of host memory that `PeerCopies` takes for each process of a run on several machines.
+
+        These are two copies each of its part of a checkpoint and of its peer's. On one machine it is half of that.
+
+        Args:
+            processes: Number of processes of the run.
+        """
+        state = sum(map(self.nbytes, ("weights", "buffers", "optimizer"))) * self.shards
+        return 4 * -(-state // max(processes, self.shards))
+
     @property
     def in_tensors(self) -> int:
         """Bytes of the peak from the device's allocator: all but the runtime's own."""

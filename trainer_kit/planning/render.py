@@ -139,7 +139,14 @@ def storage_lines(storage: Storage) -> list[str]:
         count = f"at most {storage.at_once:,} at once: {format_size(storage.size * storage.at_once)}"
         count += f" ({storage.there:,} exist already)" * (storage.there > 0)
     free = f"{format_size(storage.free)} are free"
-    return ["", *labelled("checkpoints", f"{format_size(storage.size)} each: {parts}", unknown, f"{count}; {free}")]
+    copies = ""
+    if storage.copies_folder is not None:
+        copies = (
+            f"copies in {storage.copies_folder}: {format_size(2 * storage.size)} on all machines together, twice that "
+            "if there are several"
+        )
+    each = f"{format_size(storage.size)} each: {parts}"
+    return ["", *labelled("checkpoints", each, unknown, f"{count}; {free}", copies)]
 
 
 def memory_lines(memory: MemorySection) -> list[str]:

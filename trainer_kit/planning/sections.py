@@ -175,6 +175,7 @@ class Storage:
         at_once: Largest number of checkpoints at the same time; None if unknown.
         there: Number of checkpoints that exist already.
         free: Free bytes on the disk.
+        copies_folder: Folder in host memory for copies, see `PeerCopies`; None: no copies.
     """
 
     parts: dict[str, int]
@@ -183,6 +184,7 @@ class Storage:
     at_once: int | None
     there: int
     free: int
+    copies_folder: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,7 @@ def storage_of(
         at_once=_at_once(run, cadence, committed),
         there=committed,
         free=shutil.disk_usage(_existing(folder)).free,
+        copies_folder=None if run.copies_folder is None else str(run.copies_folder),
     )
 
 

@@ -105,6 +105,14 @@ class MultiNodeSession(ProcessSession):
             self.collectives.barrier()  # all processes of a machine read the same copy
             self._discard()
 
+    def bring_to_main(self, source: Path, holder: int, target: Path, size: int) -> None:
+        chain, problems = [holder, 0], list[str]()
+        if self.collectives.rank in chain:
+            self._pass_on(target if self.collectives.is_main else source, size, chain, problems)
+        for rank, found in enumerate(self.collectives.gather_object(problems)):
+            if found:
+                raise OSError(f"{self.collectives.describe_rank(rank)}: {found[0]}")
+
     def _discard(self) -> None:
         if self._remove_copy is not None:
             self._remove_copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,6 +14,8 @@ import xxhash
 
 from trainer_kit.strategies import vote
 from trainer_kit.strategies.collectives import Collectives
+from trainer_kit.strategies.connections import Connections
+from trainer_kit.strategies.peer_channel import PeerChannel
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.vote import RingVote, Vote
 
@@ -81,6 +84,17 @@ class ProcessCollectives(Collectives):
         if is_tree:
             return vote.make_tree_vote(place.rank, self._gathered(place.node), join, self.group.watched)
         return RingVote(join("all", range(place.world_size)), self.group.watched)
+
+    def open_peer_channel(self) -> PeerChannel | None:
+        """Return a channel on which a thread reaches the other processes; None without others. Collective."""
+        if self.is_alone:
+            return None
+        place, connections = self.group.place, Connections()
+        name, store = self.broadcast(f"peers/{uuid.uuid4().hex}"), dist.distributed_c10d._get_default_store()
+        ranks = range(place.world_size)
+        with self.group.watched(), self.group.opened(), connections.opened(except_port=place.port):
+            group = vote.join_group(store, name, place.rank, ranks, self.group.timeout)
+        return PeerChannel(group, self._gathered(place.node), connections)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_alone:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer_kit.strategies.peer_channel import PeerChannel
 from trainer_kit.strategies.process_collectives import ProcessCollectives
 from trainer_kit.strategies.session import Session
 
@@ -51,6 +52,9 @@ class ProcessSession(Session):
         folder = self.collectives.broadcast(directory.absolute())
         can_read = self.collectives.gather_object(os.access(folder, os.R_OK))
         return [rank for rank in range(self.collectives.world_size) if rank == 0 or can_read[rank]]
+
+    def open_peer_channel(self) -> PeerChannel | None:
+        return self.collectives.open_peer_channel()
 
     def send_to_main(self, key: str, text: str) -> None:
         assert self.group.heartbeat is not None, "setup() comes first"

@@ -7,11 +7,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.membership_claim import report_claim
+
+if TYPE_CHECKING:
+    from trainer_kit.strategies.peer_channel import PeerChannel
 
 logger = logging.getLogger("trainer_kit")
 
@@ -105,6 +109,28 @@ class Session:
     def find_readers(self, directory: Path) -> list[int]:
         """Return the ranks that can read a folder of the main process, the main one first. Collective."""
         return [0]
+
+    def open_peer_channel(self) -> PeerChannel | None:
+        """Return a channel on which a thread reaches the other processes; None without others. Collective.
+
+        Raises:
+            ValueError: If processes cannot copy their state to others.
+        """
+        return None
+
+    def bring_to_main(self, source: Path, holder: int, target: Path, size: int) -> None:
+        """Copy a file from a machine that cannot write to the main process's folder. Collective.
+
+        Args:
+            source: The file, as its holder names it.
+            holder: Rank of the process that reads it.
+            target: The file that the main process writes.
+            size: Size of the file in bytes.
+
+        Raises:
+            OSError: If the file cannot be read or written.
+        """
+        raise NotImplementedError("all processes see the folder")
 
     def send_to_main(self, key: str, text: str) -> None:
         """Send a short message to the main process. Not collective; any thread may call it.

@@ -70,6 +70,12 @@ class Snapshot:
         """Size of all tensors in bytes, counting tied ones once."""
         return sum(tensor.nbytes for tensor in _distinct(self.groups.values()).values())
 
+    @property
+    def own_nbytes(self) -> int:
+        """Size in bytes of the tensors that this process writes, counting tied ones once."""
+        own = [self._own(stem, tensors) for stem, tensors in self.groups.items()]
+        return sum(tensor.nbytes for tensor in _distinct(own).values())
+
     def divide(
         self,
         shared: Collection[str],

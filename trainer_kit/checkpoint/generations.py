@@ -1,0 +1,254 @@
+"""Generations: copies of a run's state in the memory of its machines, each a checkpoint whose files lie apart.
+
+A folder of a generation holds the files of one process, in the memory of that process's machine or of another one, and
+the manifest of all files. Its name ends in the ranks of the two processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer_kit.checkpoint import FileEntry, Manifest
+from trainer_kit.checkpoint.format.disk import remove_folder, write_json
+from trainer_kit.checkpoint.format.json_files import read_json
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
+from trainer_kit.errors import CheckpointError
+
+logger = logging.getLogger("trainer_kit")
+
+MARKER = ".copies"
+"""File in the output folder that says where the copies of its run are in memory."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_FOLDER = re.compile(r"([0-9]+-[0-9a-f]{8})-[0-9]+-[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What one machine holds of a generation.
+
+    Attributes:
+        name: Name of the generation, the same on all machines.
+        step: Number of optimizer steps taken.
+        world_size: Number of processes of the run that made it.
+        host: Name of the machine.
+        files: Entries of all files of the generation, wherever they lie.
+        places: Paths of the files that lie here with the right checksum, by their name.
+        problems: What is wrong with files that lie here.
+    """
+
+    name: str
+    step: int
+    world_size: int
+    host: str
+    files: Mapping[str, FileEntry]
+    places: Mapping[str, Path]
+    problems: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The newest generation of which every file is somewhere.
+
+    Attributes:
+        generation: What one of the machines holds of it; None if there is no generation to use.
+        holders: Rank of a process whose machine has each file.
+        refused: A sentence for each newer generation that cannot be used.
+    """
+
+    generation: Generation | None
+    holders: Mapping[str, int]
+    refused: Sequence[str]
+
+
+def choose(found: Sequence[Sequence[Generation]], newest_on_disk: int | None) -> Choice:
+    """Return the newest generation that is complete and newer than the newest checkpoint.
+
+    Args:
+        found: What each rank has found in the memory of its machine.
+        newest_on_disk: Step of the newest checkpoint on the disk; None if there is none.
+    """
+    parts: dict[tuple[int, str], dict[int, Generation]] = {}
+    for rank, each in enumerate(found):
+        for generation in each:
+            parts.setdefault((generation.step, generation.name), {})[rank] = generation
+    refused = list[str]()
+    for (step, _), by_rank in sorted(parts.items(), reverse=True):
+        if newest_on_disk is not None and step <= newest_on_disk:
+            break
+        first = next(iter(by_rank.values()))
+        holders = _holders(first.files, by_rank)
+        missing = sorted(first.files.keys() - holders.keys())
+        if not missing:
+            return Choice(first, holders, refused)
+        problems = [problem for each in by_rank.values() for problem in each.problems]
+        why = "; ".join(problems) or f"no machine that is here has {missing[0]}"
+        refused.append(f"the copies of step {step} cannot be used: {why}")
+    return Choice(None, {}, refused)
+
+
+def _holders(files: Mapping[str, FileEntry], by_rank: Mapping[int, Generation]) -> dict[str, int]:
+    """Return a rank for each file that one has, so that all have about as many bytes to write."""
+    loads = dict.fromkeys(by_rank, 0)
+    holders = {}
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        there = [rank for rank, each in by_rank.items() if name in each.places]
+        if there:
+            holders[name] = rank = min(there, key=lambda rank: (loads[rank], rank))
+            loads[rank] += files[name].size
+    return holders
+
+
+class Marker(NamedTuple):
+    """Where the copies of a run are in memory.
+
+    Attributes:
+        folder_id: ID of the output folder, which its starts share.
+        start_id: ID of one start of the run, or of what follows a rollback: what was before must not come back.
+    """
+
+    folder_id: str
+    start_id: str
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of the copies of this start.
+
+        Args:
+            root: Folder in host memory, which may serve several users and runs.
+        """
+        return root / f"trainer_kit-{self.folder_id}-{self.start_id}"
+
+    def others(self, root: Path) -> list[Path]:
+        """Return the folders of other starts in host memory."""
+        found = root.glob(f"trainer_kit-{self.folder_id}-*")
+        return [path for path in found if path != self.folder(root) and _is_own(path)]
+
+
+def step_of(generation: str) -> int:
+    """Return the number of optimizer steps taken, from the name of a generation."""
+    return int(generation.partition("-")[0])
+
+
+def make_run_folder(folder: Path) -> None:
+    """Create the folder of a run's copies, which only this user may enter.
+
+    Raises:
+        OSError: If it cannot be created, or belongs to another user.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if not _is_own(folder):
+        raise OSError(f"{folder} is no folder of this user")
+
+
+def _is_own(folder: Path) -> bool:
+    status = os.lstat(folder)
+    return stat.S_ISDIR(status.st_mode) and not (hasattr(os, "getuid") and status.st_uid != os.getuid())
+
+
+def folder_name(generation: str, owner: int, holder: int) -> str:
+    """Return the name of the folder with the files of one process, in the memory of a process's machine."""
+    return f"{generation}-{owner}-{holder}"
+
+
+def folders_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name of the generation and the path of each folder in that of a run."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(folder.iterdir()):
+            if (match := _FOLDER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+                yield match[1], path
+
+
+def find_generations(folder: Path) -> list[Generation]:
+    """Return what the memory of this machine holds of each generation; every file is compared with its checksum.
+
+    Args:
+        folder: Folder of the run's copies.
+    """
+    found: dict[str, Generation] = {}
+    if not (os.path.lexists(folder) and _is_own(folder)):
+        return []
+    for name, path in folders_of(folder):
+        try:
+            manifest = Manifest.read(path)
+        except CheckpointError as error:  # a process was killed while it wrote, or received
+            logger.debug("%s is left out: %s", path, error)
+            continue
+        places, problems = _check(path, manifest)
+        if (known := found.get(name)) is not None:
+            places, problems = {**places, **known.places}, [*known.problems, *problems]
+        found[name] = Generation(
+            name, manifest.step, manifest.world_size, socket.gethostname(), manifest.files, places, problems
+        )
+    return [*found.values()]
+
+
+def _check(folder: Path, manifest: Manifest) -> tuple[dict[str, Path], list[str]]:
+    """Return the paths of intact files of a folder by name, and what is wrong with others."""
+    names = [name for name in manifest.files if (folder / name).is_file()]
+
+    def problem(name: str) -> str | None:
+        try:
+            manifest.check(folder, [name])
+        except CheckpointError as error:
+            return f"{error} ({socket.gethostname()})"
+        return None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        problems = dict(zip(names, pool.map(problem, names), strict=True))
+    intact = {name: folder / name for name, found in problems.items() if found is None}
+    return intact, [found for found in problems.values() if found is not None]
+
+
+def read_marker(output_dir: Path) -> Marker | None:
+    """Return where copies of the folder's run may be in memory; None if there are none."""
+    path = output_dir / MARKER
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+    except CheckpointError as error:
+        logger.warning("copies in memory are not looked for: %s", error)
+        return None
+    found = [content.get(name) for name in Marker._fields] if isinstance(content, dict) else []
+    ids = [each for each in found if isinstance(each, str) and _ID.fullmatch(each)]
+    return Marker(*ids) if len(ids) == len(Marker._fields) else None
+
+
+def write_marker(output_dir: Path, marker: Marker) -> None:
+    """Say in the output folder where the copies of its run are in memory.
+
+    Raises:
+        OSError: If the disk is full or cannot be written.
+    """
+    write_json(output_dir / MARKER, marker._asdict())
+
+
+def remove_marker(output_dir: Path) -> None:
+    """Give up the copies in memory of the folder's run."""
+    (output_dir / MARKER).unlink(missing_ok=True)
+
+
+def remove_generations(folders: Iterable[Path]) -> None:
+    """Remove folders of generations."""
+    for folder in folders:
+        remove_folder(folder)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a whole generation into a folder that holds some of its files, last.
+
+    Raises:
+        OSError: If the memory is full.
+    """
+    write_json(folder / MANIFEST_NAME, manifest.to_json())

@@ -1,0 +1,74 @@
+"""The states of the user's model and own objects: whether a checkpoint can hold them, and their restoration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer_kit.checkpoint import read_state
+from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
+from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
+from trainer_kit.run import Run
+from trainer_kit.utils.user_warnings import warn
+
+OWN_STATES = (
+    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", BASE_STATE
+)  # fmt: skip
+"""State names that `run.stateful` may not use."""
+
+
+def check_stateful(run: Run) -> None:
+    """Check that the entries of `run.stateful` can be saved.
+
+    Raises:
+        TypeError: If an entry lacks `state_dict` or `load_state_dict`.
+        ValueError: If an entry has a name that the run uses itself.
+    """
+    for name, entry in run.stateful.items():
+        if name in OWN_STATES:
+            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
+        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+            raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
+
+
+def check_storable(run: Run) -> None:
+    """Check before the first step that a checkpoint can hold the model.
+
+    Raises:
+        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, or the model's `state_dict` does not
+            take the arguments of torch's.
+        ValueError: If a tensor has no content (device "meta").
+    """
+    if run.args.save_strategy == "no":
+        return
+    try:
+        state = run.model.state_dict(keep_vars=True)  # the call of a resume
+    except TypeError as error:
+        raise TypeError(
+            f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "
+            "torch's, or set save_strategy='no'"
+        ) from error
+    for name, tensor in state.items():
+        try:
+            refuse_unstorable(name, tensor)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+
+
+def restore_stateful(run: Run, directory: Path) -> None:
+    """Restore the entries of `run.stateful`; warn about one that the checkpoint does not hold.
+
+    Raises:
+        ValueError: If an entry does not take its state.
+    """
+    for name, entry in run.stateful.items():
+        state = read_state(directory, name)
+        if state is None:
+            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
+            continue
+        try:
+            entry.load_state_dict(state)
+        except Exception as error:
+            raise ValueError(
+                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
+                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
+            ) from error
