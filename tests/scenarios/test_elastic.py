@@ -233,6 +233,17 @@ def check_split(run: Elastic, ended: list[Ended], reason: str) -> None:
         assert "exception" not in {record["event"] for record in read_log(run.run / "log.jsonl")}, "others own the log"
 
 
+def test_the_side_that_waited_joins_when_the_network_is_mended(four: Elastic) -> None:
+    four.candidates = 4
+    commands = four.start_all(nodes="1:4", pause=0.5, heartbeat=3, last_call=1)
+    four.machines.split(2)
+    four.wait_for_text("went on with 2 processes instead of 4", *commands)
+    four.machines.rejoin(2)
+    ended = finish(*commands)
+    four.check(*ended)
+    assert any("have joined: 4 of 4 machines go on" in each.err for each in ended)
+
+
 @pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)
 def test_the_run_leaves_when_told(elastic: Elastic, told: tuple[int, ...]) -> None:
     commands = elastic.start_all()
