@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from trainer_kit.checkpoint.generations import (
     choose,
     find_generations,
     folder_name,
-    make_run_folder,
+    give_up_copies,
+    make_private_folder,
     read_marker,
     remove_marker,
     write_manifest,
@@ -28,7 +30,7 @@ from trainer_kit.checkpoint.generations import (
 )
 
 FILES = {name: FileEntry(size, "0" * 16) for name, size in (("a", 3), ("b", 2), ("c", 2))}
-MARK = Marker("0123456789abcdef" * 2, "f" * 32)
+MARK = Marker("0123456789abcdef" * 2, "f" * 32, "/runs/a")
 
 
 def generation(step: int, names: frozenset[str], problem: str | None = None) -> Generation:
@@ -119,12 +121,12 @@ def test_a_right_copy_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
 
 def test_only_this_user_may_enter_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = MARK.folder(tmp_path)
-    make_run_folder(folder)
-    make_run_folder(folder)  # another process of this machine
+    make_private_folder(folder)
+    make_private_folder(folder)  # another process of this machine
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(OSError, match="is no folder of this user"):
-        make_run_folder(folder)
+        make_private_folder(folder)
     write_part(folder, "00000004-0000000a", 0, 0, {"model": b"weights"})
     assert find_generations(folder) == [], "another user may have put anything there"
 
@@ -134,13 +136,13 @@ def test_a_link_is_no_folder_of_copies(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is no folder of this user"):
-        make_run_folder(folder)
+        make_private_folder(folder)
 
 
 def test_folders_of_other_starts_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = Marker(MARK.folder_id, "e" * 32).folder(tmp_path)
-    for each in (MARK.folder(tmp_path), earlier, Marker("a" * 32, "e" * 32).folder(tmp_path)):
-        make_run_folder(each)
+    earlier = Marker.after(MARK, tmp_path).folder(tmp_path)
+    for each in (MARK.folder(tmp_path), earlier, Marker.after(None, tmp_path).folder(tmp_path)):
+        make_private_folder(each)
     assert MARK.others(tmp_path) == [earlier]
     monkeypatch.setattr(os, "getuid", lambda: earlier.stat().st_uid + 1)
     assert MARK.others(tmp_path) == [], "of another user"
@@ -148,18 +150,30 @@ def test_folders_of_other_starts_are_known(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_output_folder_says_where_copies_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_marker(tmp_path) is None
-    write_marker(tmp_path, MARK)
-    assert read_marker(tmp_path) == MARK
-    bad = MARK._asdict() | {"start_id": "../../home"}, MARK._asdict() | {"start_id": 3}, {}, []
+    mark = Marker.after(None, tmp_path)
+    write_marker(tmp_path, mark)
+    assert read_marker(tmp_path) == mark
+    bad = mark._asdict() | {"start_id": "../../home"}, mark._asdict() | {"start_id": 3}, {}, []
     for content in map(json.dumps, bad):
         (tmp_path / MARKER).write_text(content)
         assert read_marker(tmp_path) is None
     assert not caplog.records
+    caplog.set_level("INFO")
     (tmp_path / MARKER).write_text("{")
     assert read_marker(tmp_path) is None
     assert "copies in memory are not looked for" in caplog.text
+    write_marker(tmp_path, mark)
+    give_up_copies(tmp_path)
+    later = read_marker(tmp_path)
+    assert later is not None
+    assert later.folder_id == mark.folder_id, "so that the next start finds what to remove"
+    assert later.start_id != mark.start_id
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert read_marker(tmp_path / "copy") is None
+    assert f"copies in memory belong to {tmp_path.resolve()}, not to" in caplog.text
     remove_marker(tmp_path)
     remove_marker(tmp_path)
+    give_up_copies(tmp_path)
     assert not (tmp_path / MARKER).exists()
 
 

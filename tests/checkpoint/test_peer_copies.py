@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.copied_training import copied_steps as steps
@@ -19,7 +20,7 @@ from trainer_kit import Callback, Run
 from trainer_kit.checkpoint import find_checkpoints, peer_copies
 from trainer_kit.checkpoint.copying import Copying
 from trainer_kit.checkpoint.format.disk import write_file
-from trainer_kit.checkpoint.generations import MARKER, read_marker
+from trainer_kit.checkpoint.generations import MARKER, folder_name, read_marker
 from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.state import Requests
 
@@ -181,11 +182,48 @@ def test_a_start_without_copies_gives_those_up(tmp_path: Path) -> None:
     run(1, tmp_path / "run", tmp_path / "m", until=5)
     assert (tmp_path / "run" / MARKER).exists()
     run(1, tmp_path / "run", tmp_path / "m", every=None, resume=False)
-    assert not (tmp_path / "run" / MARKER).exists()
+    assert len([*(tmp_path / "m").glob("*/trainer_kit-*")]) == 1
+    run(1, tmp_path / "run", tmp_path / "m", until=1)
+    assert not [*(tmp_path / "m").glob("*/trainer_kit-*/*")], "the next start that makes copies removes them"
+
+
+@pytest.mark.distributed
+def test_copies_stand_in_for_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """It is the newest one, but the checkpoint before it is older than the copies."""
+    run(1, tmp_path / "run", tmp_path / "m", until=5, callbacks=(SavesFirst(),))
+    damaged = tmp_path / "run" / "checkpoint-5"
+    shutil.copytree(tmp_path / "run" / "checkpoint-1", damaged)
+    (damaged / "model.safetensors").write_bytes(b"cut short")
+    ((_, begin, lines),) = run(1, tmp_path / "run", tmp_path / "m", callbacks=(SavesFirst(),))
+    assert begin == 4
+    assert any(line.startswith("checkpoint-5 is skipped") for line in lines)
+
+
+class Leaves(Callback):
+    """Leaves the run, as after a signal, while a copy is under way."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 3:
+            run.requests.exit_code = 143
+
+
+@pytest.mark.distributed
+def test_who_leaves_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = list[bool]()
+
+    def exchange(copying: Copying, entries: Any) -> None:
+        cancelled.append(copying._is_cancelled.wait(60))
+
+    monkeypatch.setattr(Copying, "_exchange", exchange)
+    with pytest.raises(SystemExit):
+        run(1, tmp_path / "run", tmp_path / "m", callbacks=(Leaves(),), waits=False)
+    assert cancelled == [True]
+    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
 
 
 class FakeCollectives:
     is_main = is_local_main = True
+    local_rank = 0
 
     def broadcast(self, value: Any) -> Any:
         return value
@@ -202,15 +240,15 @@ def copier(tmp_path: Path) -> PeerCopier:
     session = SimpleNamespace(open_peer_channel=lambda: None)
     strategy = SimpleNamespace(collectives=FakeCollectives(), session=session, world_size=1, is_main=True)
     run = SimpleNamespace(args=SimpleNamespace(max_shard_size=1), strategy=strategy, requests=Requests())
-    saver: Any = SimpleNamespace(run=run, folder=tmp_path, committed=[], is_copying=False, copies=None)
+    saver: Any = SimpleNamespace(run=run, folder=tmp_path, committed=[], is_busy=False, is_copying=False, copies=Mock())
     return PeerCopier(saver, tmp_path)
 
 
-def test_a_rollback_forgets_the_copies(copier: PeerCopier) -> None:
+def test_each_opening_removes_the_copies_before(copier: PeerCopier) -> None:
     copier.open()
     before = copier._folder
     (before / "00000004-0000000a-0-0").mkdir()
-    copier.forget()
+    copier.open()
     assert copier._folder != before
     assert [*copier.root.glob("trainer_kit-*")] == [copier._folder]
     assert read_marker(copier.root) == copier._marker
@@ -222,8 +260,6 @@ def test_a_copier_that_was_never_opened_removes_nothing(copier: PeerCopier) -> N
 
 
 def test_a_new_main_process_says_where_the_copies_are(copier: PeerCopier, caplog: pytest.LogCaptureFixture) -> None:
-    copier.mark()
-    assert read_marker(copier.root) is None, "there are none"
     copier.open()
     (copier.root / MARKER).unlink()  # the disk of another machine
     copier.mark()
@@ -231,6 +267,36 @@ def test_a_new_main_process_says_where_the_copies_are(copier: PeerCopier, caplog
     copier._saver.folder = copier.root / "missing"
     copier.mark()
     assert "a restart will not find the copies" in caplog.text
+
+
+def test_a_loss_while_a_copy_begins_ends_its_host_copies(copier: PeerCopier) -> None:
+    """Else the optimizer of the next membership would wait for them."""
+    abandoned = list[int]()
+    copier._saver.copies = SimpleNamespace(abandon=lambda: abandoned.append(1))  # type: ignore[assignment]
+    copier.open()
+    copier.drain()
+    copier._saver.is_busy = True  # a save uses them
+    copier.drain()
+    assert abandoned == [1]
+
+
+def test_each_process_removes_what_it_holds(copier: PeerCopier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    copier.open()
+    collectives: Any = copier.run.strategy.collectives
+    for owner, holder in ((0, 2), (3, 3), (1, 3), (0, 0)):
+        (copier._folder / folder_name("00000004-0000000a", owner, holder)).mkdir()
+    found = {}
+    for rank in (2, 3):
+        copier.run.strategy.rank, collectives.local_rank = rank, rank - 2  # type: ignore[misc]
+        collectives.is_local_main = rank == 2
+        found[rank] = {path.name.partition("a-")[2] for path in copier._stale()}
+    assert found == {2: {"0-2", "0-0"}, 3: {"3-3", "1-3"}}, "process 0 is no more"
+    copier._complete = ["00000004-0000000a"]
+    assert not copier._stale()
 
 
 def test_a_copy_that_is_given_up_completes_nothing(

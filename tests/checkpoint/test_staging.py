@@ -13,6 +13,7 @@ from scenarios.task import make_trainer
 
 from trainer_kit import Callback, Run, SaveError, SingleDevice
 from trainer_kit.checkpoint import load_tensors
+from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.strategies.device_info import DeviceInfo
 
 
@@ -29,6 +30,18 @@ def test_the_copy_of_the_state_is_made_in_the_same_memory_again(tmp_path: Path) 
     assert all(each == places[0] for each in places)
     live = {value.data_ptr() for value in trainer.run.model.state_dict().values()}
     assert not live & places[0]
+
+
+def test_abandoned_copies_hold_up_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    staging = HostStaging(trainer.run)
+    staging.take([*trainer.run.model.state_dict().values()])
+    assert staging.is_under_way
+    staging.abandon()
+    assert not staging.is_under_way
+    staging.wait()
+    staging.complete()  # of a thread that comes too late
 
 
 class Slow(SingleDevice):

@@ -14,7 +14,13 @@ from typing import Any
 from trainer_kit.checkpoint import FileEntry, Manifest
 from trainer_kit.checkpoint.contribution import Contribution
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
-from trainer_kit.checkpoint.generations import folder_name, make_run_folder, remove_generations, step_of, write_manifest
+from trainer_kit.checkpoint.generations import (
+    folder_name,
+    make_private_folder,
+    remove_generations,
+    step_of,
+    write_manifest,
+)
 from trainer_kit.checkpoint.transfer import Arrival, pieces_of, read_piece
 from trainer_kit.strategies.peer_channel import PeerChannel
 
@@ -86,15 +92,15 @@ class Copying:
             own = "" if isinstance(error, _KnownFailure) else f"{self.processes[self.rank]}: "
             problem = f"{own}{str(error) or type(error).__name__}"
         self.release()
-        self.result.set_result(problem)
         if not self._is_cancelled.is_set():
             self.done()
+        self.result.set_result(problem)
 
     def _write(self) -> tuple[dict[str, FileEntry], str | None]:
         """Write this process's files; return their entries, and what failed."""
         folder = self.folder / folder_name(self.name, self.rank, self.rank)
         with contextlib.suppress(OSError):  # writing fails then, after the parts are sent that others need
-            make_run_folder(self.folder)
+            make_private_folder(self.folder)
             if self.given is not None:
                 (folder / STATE_FOLDER).mkdir(parents=True)
         if self.given is None:

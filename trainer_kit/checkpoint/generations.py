@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import stat
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,10 +116,23 @@ class Marker(NamedTuple):
     Attributes:
         folder_id: ID of the output folder, which its starts share.
         start_id: ID of one start of the run, or of what follows a rollback: what was before must not come back.
+        output_dir: Path of the output folder, since a copy of it has the same marker.
     """
 
     folder_id: str
     start_id: str
+    output_dir: str
+
+    @classmethod
+    def after(cls, earlier: Marker | None, output_dir: Path) -> Marker:
+        """Return the marker of a new start.
+
+        Args:
+            earlier: The marker of the folder's last start; None if there is none.
+            output_dir: The output folder.
+        """
+        folder_id = uuid.uuid4().hex if earlier is None else earlier.folder_id
+        return cls(folder_id, uuid.uuid4().hex, str(output_dir.resolve()))
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the copies of this start.
@@ -139,7 +153,7 @@ def step_of(generation: str) -> int:
     return int(generation.partition("-")[0])
 
 
-def make_run_folder(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Create the folder of a run's copies, which only this user may enter.
 
     Raises:
@@ -159,6 +173,11 @@ def _is_own(folder: Path) -> bool:
 def folder_name(generation: str, owner: int, holder: int) -> str:
     """Return the name of the folder with the files of one process, in the memory of a process's machine."""
     return f"{generation}-{owner}-{holder}"
+
+
+def holder_of(folder: Path) -> int:
+    """Return the rank of the process that wrote the folder of a generation."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def folders_of(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -220,9 +239,15 @@ def read_marker(output_dir: Path) -> Marker | None:
     except CheckpointError as error:
         logger.warning("copies in memory are not looked for: %s", error)
         return None
-    found = [content.get(name) for name in Marker._fields] if isinstance(content, dict) else []
-    ids = [each for each in found if isinstance(each, str) and _ID.fullmatch(each)]
-    return Marker(*ids) if len(ids) == len(Marker._fields) else None
+    if not isinstance(content, dict) or not all(isinstance(content.get(name), str) for name in Marker._fields):
+        return None
+    marker = Marker(*(content[name] for name in Marker._fields))
+    if not (_ID.fullmatch(marker.folder_id) and _ID.fullmatch(marker.start_id)):
+        return None
+    if marker.output_dir != str(output_dir.resolve()):
+        logger.info("copies in memory belong to %s, not to %s: they are not used", marker.output_dir, output_dir)
+        return None
+    return marker
 
 
 def write_marker(output_dir: Path, marker: Marker) -> None:
@@ -235,8 +260,14 @@ def write_marker(output_dir: Path, marker: Marker) -> None:
 
 
 def remove_marker(output_dir: Path) -> None:
-    """Give up the copies in memory of the folder's run."""
+    """Forget the copies of the folder's run in memory, which are removed."""
     (output_dir / MARKER).unlink(missing_ok=True)
+
+
+def give_up_copies(output_dir: Path) -> None:
+    """Let the copies of the folder's run in memory not come back; the next start that makes copies removes them."""
+    if (marker := read_marker(output_dir)) is not None:
+        write_marker(output_dir, Marker.after(marker, output_dir))
 
 
 def remove_generations(folders: Iterable[Path]) -> None:

@@ -38,10 +38,10 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_means,
     read_trainer,
 )
-from trainer_kit.checkpoint.generations import remove_marker
+from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.checkpoint.peer_copies import PeerCopier
-from trainer_kit.checkpoint.recovery import recover
+from trainer_kit.checkpoint.recovery import newest_step, recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.checkpoint.user_states import check_stateful, restore_stateful
 from trainer_kit.config import environment
@@ -153,12 +153,9 @@ class CheckpointManager:
         run = self.run
         self._starts_again = bool(request)
         if request is True and self.copier is not None and run.strategy.collectives.on_main(lambda: self.lock.is_held):
-            recover(run.strategy, self.folder, self.copier.root, self.lock.confirm)
-        if request:
-            repair = self.lock.is_held
-            self.resumed_from = find_on_main(
-                run.strategy, lambda check: find_checkpoint(self.folder, request, repair, partial(self._check, check))
-            )
+            self.resumed_from = self._find_or_recover(self.copier.root)
+        elif request:
+            self.resumed_from = self._find(request)
         if self.resumed_from is None:
             return
         self.source = fetch_verified(run.strategy, self.resumed_from)
@@ -173,6 +170,24 @@ class CheckpointManager:
         self.run_id = trainer["run_id"]
         self.shifts_labels = trainer["shifts_labels"]
         self.saver.committed = run.strategy.collectives.on_main(lambda: self._of_earlier_starts(trainer))
+
+    def _find(self, request: bool | str | Path) -> Path | None:
+        repair = self.lock.is_held
+        return find_on_main(
+            self.run.strategy, lambda check: find_checkpoint(self.folder, request, repair, partial(self._check, check))
+        )
+
+    def _find_or_recover(self, root: Path) -> Path | None:
+        """Return the newest checkpoint, or newer copies in memory, which become one. Collective."""
+        strategy = self.run.strategy
+        newest = strategy.collectives.on_main(lambda: newest_step(self.folder))
+        recover(strategy, self.folder, root, newest, self.lock.confirm)
+        found = self._find(True)
+        step = None if found is None else int(found.name.removeprefix(CHECKPOINT_PREFIX))
+        if newest is None or (step is not None and step >= newest):
+            return found
+        # The newest checkpoints are damaged, and copies may be newer than the one that is valid.
+        return found if recover(strategy, self.folder, root, step, self.lock.confirm) is None else self._find(True)
 
     def lay_out(self, loader: TrainLoader | StreamLoader) -> None:
         """Adapt the loader and the run's counters to each other, and compute `plan`, on which the schedule depends."""
@@ -249,7 +264,7 @@ class CheckpointManager:
         comes_from = self.folder if self.resumed_from is None else self.resumed_from.parent
         goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
         if self.copier is None:  # copies in memory go out of date
-            remove_marker(self.folder)
+            give_up_copies(self.folder)
         records = [] if goes_on else records_of(self.run.args)
         set_aside(self.folder, kept, records)
         self._made = []  # they stay from now on
@@ -268,7 +283,7 @@ class CheckpointManager:
         source = fetch_verified(run.strategy, directory)
         self.metric = None
         if self.copier is not None:
-            self.copier.forget()
+            self.copier.open()
         trainer = read_trainer(source)
         assert trainer is not None
         run.state.load_state_dict(trainer["counters"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
 import shutil
@@ -24,7 +22,8 @@ from trainer_kit.checkpoint.format.disk import remove_folder
 from trainer_kit.checkpoint.generations import (
     Marker,
     folders_of,
-    make_run_folder,
+    holder_of,
+    make_private_folder,
     read_marker,
     remove_generations,
     remove_marker,
@@ -33,6 +32,7 @@ from trainer_kit.checkpoint.generations import (
 )
 from trainer_kit.checkpoint.staging import HostStaging
 from trainer_kit.checkpoint.writers import Writers
+from trainer_kit.config import environment
 from trainer_kit.strategies.peer_channel import PeerChannel
 from trainer_kit.utils.units import format_size
 
@@ -99,16 +99,14 @@ class PeerCopier:
         if self._channel is None:
             self._connect()
         earlier = read_marker(output_dir) if collectives.is_main else None
-        new = Marker(uuid.uuid4().hex if earlier is None else earlier.folder_id, uuid.uuid4().hex)
-        self._marker, self._complete = collectives.broadcast(new), []
+        self._marker, self._complete = collectives.broadcast(Marker.after(earlier, output_dir)), []
+        if collectives.is_main:
+            self.mark()
         problem: str | None = None
-        if collectives.is_local_main:
-            for each in self._marker.others(self.root):
-                remove_folder(each)
         try:
-            make_run_folder(self._folder)
-            if collectives.is_main:
-                write_marker(output_dir, self._marker)
+            for each in self._marker.others(self.root) if collectives.is_local_main else ():
+                remove_folder(each)
+            make_private_folder(self._folder)
         except OSError as error:
             problem = str(error)
         for rank, found in enumerate(collectives.gather_object(problem)):
@@ -119,8 +117,9 @@ class PeerCopier:
                 )
 
     def mark(self) -> None:
-        """Say in the output folder where the copies are, after this process has become the main one."""
-        if self._marker is not None and read_marker(self._saver.folder) != self._marker:
+        """Say in the output folder where the copies are; called on the main process."""
+        assert self._marker is not None, "open() comes first"
+        if read_marker(self._saver.folder) != self._marker:
             try:
                 write_marker(self._saver.folder, self._marker)
             except OSError as error:
@@ -152,24 +151,29 @@ class PeerCopier:
                 lambda: saver.staged(self._writers, snapshot.result() if taken is None else taken, division),
                 saver.copies.complete,
             )
-        stale = self._stale()  # before another process of this machine writes something new
+        stale = self._stale()  # before another process writes something new
         problem = self._lack_of_room(given, stale)
-        release = functools.partial(_release, saver.copies)
         if problem is not None:
-            release()
+            saver.copies.abandon()
             self._report(step, problem)
             return
         self.is_busy = saver.is_copying = True
         self._copying = Copying(
             name, self._folder, run.strategy.rank, self._processes, self._channel, run.args.max_shard_size, given,
-            stale, release, self._ask_to_finish,
+            stale, saver.copies.abandon, self._ask_to_finish,
         )  # fmt: skip
         self._copying.start()
 
-    def finish(self) -> None:
-        """Wait until the copy is made, and agree whether it is complete. Collective."""
+    def finish(self, gives_up: bool = False) -> None:
+        """Wait until the copy is made, and agree whether it is complete. Collective.
+
+        Args:
+            gives_up: Whether to give the copy up if it is not complete.
+        """
         collectives, copying = self.run.strategy.collectives, self._copying
         assert copying is not None
+        if gives_up:
+            copying.cancel()
         # All ask one another meanwhile, so that a process that is lost is noticed.
         while collectives.all_reduce_ints([int(not wait([copying.result], _POLL_SECONDS).done)])[0]:
             pass
@@ -177,13 +181,15 @@ class PeerCopier:
         self._copying = None
         self.is_busy = self._saver.is_copying = self._requests.written = False
         found = [each for each in problems if each is not None]
+        if found or gives_up:
+            self._disconnect()
         if not found:
             self._complete, self._logged = [*self._complete[-1:], copying.name], None
             return
-        self._disconnect()
         if collectives.is_local_main:
             remove_generations([path for name, path in folders_of(self._folder) if name == copying.name])
-        self._report(step_of(copying.name), next((each for each in found if _LEFT not in each), found[0]))
+        if not gives_up:
+            self._report(step_of(copying.name), next((each for each in found if _LEFT not in each), found[0]))
 
     def drain(self) -> None:
         """Give up a copy that is under way, after an error or a loss of other processes. Not collective."""
@@ -195,13 +201,9 @@ class PeerCopier:
                 logger.warning("the copy of step %d that was begun is given up", step_of(copying.name))
                 self._channel = None  # the thread has it
                 self._saver.copies = HostStaging(self.run)
+        elif not self._saver.is_busy:
+            self._saver.copies.abandon()  # of a copy that could not begin
         self._disconnect()
-
-    def forget(self) -> None:
-        """Remove all copies: the run has gone back to an earlier step. Collective."""
-        if self.is_busy:
-            self.finish()
-        self.open()
 
     def close(self, is_complete: bool) -> None:
         """End the copies, and remove them unless the run is not complete and its newest state is in them alone.
@@ -214,6 +216,12 @@ class PeerCopier:
         self.drain()
         if self._marker is None:
             return
+        try:
+            self._remove(is_complete)
+        except OSError as error:
+            logger.warning("the copies of the state in memory could not be removed: %s", error)
+
+    def _remove(self, is_complete: bool) -> None:
         saved = self._saver.committed
         on_disk = int(saved[-1].name.removeprefix(CHECKPOINT_PREFIX)) if saved else -1
         newest = max((step_of(name) for name, _ in folders_of(self._folder)), default=on_disk)
@@ -252,14 +260,14 @@ class PeerCopier:
 
     def _lack_of_room(self, given: Future[Contribution] | None, stale: Sequence[Path]) -> str | None:
         """Return why the copy cannot be made, the same on all processes; None if nothing prevents it. Collective."""
-        collectives, problem, added, free = self.run.strategy.collectives, None, 0, 0
+        collectives, problem, added, free, freed = self.run.strategy.collectives, None, 0, 0, 0
         try:
             added = 0 if given is None else given.result().snapshot.own_nbytes
             free = shutil.disk_usage(self._folder).free
+            freed = sum(file.stat().st_size for path in stale for file in path.rglob("*") if file.is_file())
             device = os.stat(self._folder).st_dev
         except Exception as error:
             problem, device = str(error) or type(error).__name__, 0
-        freed = sum(file.stat().st_size for path in stale for file in path.rglob("*") if file.is_file())
         rooms = collectives.gather_object(_Room((socket.gethostname(), device), self.root, free, added, freed, problem))
         for rank, room in enumerate(rooms):
             if room.problem is not None:
@@ -278,14 +286,17 @@ class PeerCopier:
         return None
 
     def _stale(self) -> list[Path]:
-        """Return the folders of older generations that this process removes for the next one."""
-        if not (self._is_sure and self.run.strategy.collectives.is_local_main):
-            return []
-        return [path for name, path in folders_of(self._folder) if name not in self._complete[-1:]]
+        """Return the folders of older generations that this process removes for the next one.
 
-
-def _release(staging: HostStaging) -> None:
-    """Let the optimizer change its state if no copy of it is taken."""
-    if staging.is_under_way:
-        with contextlib.suppress(OSError):
-            staging.complete()
+        Each removes its own, before it writes; the first process of a machine those of processes that are gone.
+        """
+        collectives, rank = self.run.strategy.collectives, self.run.strategy.rank
+        first = rank - collectives.local_rank
+        here = range(first, first + environment.place().local_world_size)
+        stale = [path for name, path in folders_of(self._folder) if name not in self._complete[-1:]]
+        holders = {path: holder_of(path) for path in stale}
+        return [
+            path
+            for path, holder in holders.items()
+            if holder == rank or (collectives.is_local_main and holder not in here)
+        ]

@@ -13,7 +13,7 @@ from trainer_kit.checkpoint.format.disk import flush_file, make_folders, remove_
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.checkpoint.generations import Generation, choose, find_generations, read_marker
-from trainer_kit.errors import SaveError
+from trainer_kit.errors import CutOffError, SaveError
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.units import format_size, join_names
 
@@ -22,13 +22,16 @@ logger = logging.getLogger("trainer_kit")
 _PIECE_BYTES = 2**22
 
 
-def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[[], object]) -> Path | None:
+def recover(
+    strategy: Strategy, output_dir: Path, root: Path, newest: int | None, confirm: Callable[[], object]
+) -> Path | None:
     """Write the newest generation to the disk if it is newer than the newest checkpoint there. Collective.
 
     Args:
         strategy: Strategy that is set up.
         output_dir: Folder of the run, locked by the main process.
         root: Folder in host memory.
+        newest: Step of that checkpoint; None if there is none.
         confirm: See `write_checkpoint`.
 
     Returns:
@@ -38,7 +41,7 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
         SaveError: If it cannot be written.
     """
     collectives = strategy.collectives
-    marker, newest = collectives.on_main(lambda: (read_marker(output_dir), _newest_step(output_dir)))
+    marker = collectives.on_main(lambda: read_marker(output_dir))
     if marker is None:
         return None
     own = find_generations(marker.folder(root)) if collectives.is_local_main else []
@@ -57,6 +60,8 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
     here = next((each.places for each in own if each.name == chosen.name), {})
     try:
         directory = _write_out(strategy, output_dir, chosen, choice.holders, here, confirm)
+    except CutOffError:
+        raise
     except OSError as error:
         raise SaveError(
             f"the copies of step {chosen.step} in memory cannot be written to {output_dir}: {error}; make room there "
@@ -69,7 +74,8 @@ def recover(strategy: Strategy, output_dir: Path, root: Path, confirm: Callable[
     return directory
 
 
-def _newest_step(output_dir: Path) -> int | None:
+def newest_step(output_dir: Path) -> int | None:
+    """Return the step of the newest checkpoint in a folder, which may be damaged; None if there is none."""
     there = [each for each in find_checkpoints(output_dir) if (each / MANIFEST_NAME).is_file()]
     return int(there[-1].name.removeprefix(CHECKPOINT_PREFIX)) if there else None
 

@@ -83,6 +83,11 @@ class HostStaging:
         finally:
             self._done.set()
 
+    def abandon(self) -> None:
+        """Let the optimizer change its state without waiting for copies that are not needed any more."""
+        self._later, self._stable = [], []
+        self._done.set()
+
     @property
     def is_under_way(self) -> bool:
         """Whether copies have begun and `complete` has not returned."""

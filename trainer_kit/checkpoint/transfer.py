@@ -11,7 +11,7 @@ import xxhash
 
 from trainer_kit.checkpoint import FileEntry
 
-_PIECE_BYTES = 2**24
+_PIECE_BYTES = 2**22
 
 
 class Piece(NamedTuple):

@@ -438,7 +438,7 @@ class TrainingLoop:
         copier = self.checkpoints.copier
         if copier is not None and copier.is_busy:
             with self.run.ledger.during("saving"):
-                copier.finish()
+                copier.finish(gives_up=self._sync.pending.exit_code is not None)
         if not self.checkpoints.saver.is_busy:
             return
         with self.run.ledger.during("saving"):

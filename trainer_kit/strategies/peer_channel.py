@@ -33,7 +33,7 @@ class PeerChannel:
         self._group = group
         self._connections = connections
         # Kept, so that no thread of the group frees the last ones, for which it needs Python.
-        self._recent: deque[list[torch.Tensor]] = deque(maxlen=8)
+        self._recent: deque[list[torch.Tensor]] = deque(maxlen=4)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes by rank; each is a JSON tree. Collective.
