@@ -158,7 +158,7 @@ def test_the_output_folder_says_where_copies_are(tmp_path: Path, caplog: pytest.
         (tmp_path / MARKER).write_text(content)
         assert read_marker(tmp_path) is None
     assert not caplog.records
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="trainer_kit")
     (tmp_path / MARKER).write_text("{")
     assert read_marker(tmp_path) is None
     assert "copies in memory are not looked for" in caplog.text
