@@ -206,8 +206,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: True resumes from the newest valid checkpoint in `output_dir`, and starts from the
-                beginning if there is none. A path resumes from that checkpoint. None: True if a launcher restarted
-                this run after a failure, else False.
+                beginning if there is none. A path resumes from that checkpoint. None: `args.resume_from_checkpoint`;
+                without one, True if a launcher restarted this run after a failure, else False.
 
         Returns:
             The number of steps, the mean loss and the metrics of the training.
@@ -252,6 +252,7 @@ class Trainer:
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
         self._prepare(to_train=True)
         at_end.callback(restore_modules, run.model)
+        resume = self.args.resume_from_checkpoint if resume is None else resume
         if resume is None and self._loop is None:
             resume = run.strategy.session.restarts > 0
         evaluation, reading = self._evaluation(to_train=True), make_reading(self.args, run.strategy, self.collate)
@@ -361,6 +362,8 @@ class Trainer:
         """
         from trainer_kit.planning import PlannedTraining, make_training_plan  # slow to import
 
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         subject = PlannedTraining(
             run=self.run,
             events=self.events,

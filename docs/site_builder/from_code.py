@@ -14,7 +14,12 @@ from site_builder.exceptions import exceptions
 from site_builder.hooks import callbacks_page
 from site_builder.packages import packages
 from site_builder.records import records
-from site_builder.settings import methods_of_transformers, settings_of_lightning, settings_of_transformers
+from site_builder.settings import (
+    attributes_of_transformers,
+    methods_of_transformers,
+    settings_of_lightning,
+    settings_of_transformers,
+)
 
 MAKERS: Mapping[str, Callable[[], str]] = {
     "trainer": functools.partial(api.listing, "trainer"),
@@ -33,6 +38,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "environment": environment,
     "settings-of-transformers": settings_of_transformers,
+    "attributes-of-transformers": attributes_of_transformers,
     "methods-of-transformers": methods_of_transformers,
     "settings-of-lightning": settings_of_lightning,
 }

@@ -11,7 +11,7 @@ from site_builder.tables import code, table
 from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.other_names import NOT_A_SWITCH, Fields, OtherName, Refusal
-from trainer_kit.config.transformers_names import TRANSFORMERS_NAMES
+from trainer_kit.config.transformers_names import ATTRIBUTES, TRANSFORMERS_NAMES
 from trainer_kit.utils.overrides import REPLACEMENTS
 
 _ANY = object()
@@ -35,6 +35,11 @@ def settings_of_transformers() -> str:
     )
 
 
+def attributes_of_transformers() -> str:
+    """Return the table of the attributes of transformers' arguments that have a value only while a program runs."""
+    return _by_sentence("transformers' TrainingArguments", ATTRIBUTES)
+
+
 def settings_of_lightning() -> str:
     """Return the table of Lightning's settings."""
     return _table("Lightning", LIGHTNING_NAMES)
@@ -42,12 +47,15 @@ def settings_of_lightning() -> str:
 
 def methods_of_transformers() -> str:
     """Return the table of the methods and attributes of transformers' Trainer, with what stands for them."""
-    by_sentence: dict[str, list[str]] = {}
-    for name, sentence in REPLACEMENTS.items():
-        if not name.startswith("_"):
-            by_sentence.setdefault(sentence, []).append(code(name))
-    rows = [(", ".join(names), sentence) for sentence, names in by_sentence.items()]
-    return table(["transformers' Trainer", "trainer_kit"], rows)
+    return _by_sentence("transformers' Trainer", {n: text for n, text in REPLACEMENTS.items() if n[0] != "_"})
+
+
+def _by_sentence(trainer: str, sentences: Mapping[str, str]) -> str:
+    """Return a table with one row for each sentence, with all of its names."""
+    names: dict[str, list[str]] = {}
+    for name, sentence in sentences.items():
+        names.setdefault(sentence, []).append(code(name))
+    return table([trainer, "trainer_kit"], [(", ".join(each), sentence) for sentence, each in names.items()])
 
 
 def _table(trainer: str, names: Names) -> str:

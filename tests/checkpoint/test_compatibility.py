@@ -178,6 +178,18 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, **changes: Any) -> l
 
 
 @pytest.mark.slow
+def test_the_arguments_may_name_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, max_steps=3, save_steps=1).train()
+    caplog.clear()
+    again = make_trainer(tmp_path, max_steps=3, save_steps=1, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "checkpoint-2" in str(again.plan())
+    with caplog.at_level("INFO", logger="trainer_kit"):
+        again.train()
+    assert any(text.startswith("resumed from") and "checkpoint-2" in text for text in caplog.messages)
+    assert not any(text.startswith("resumed with other") for text in caplog.messages)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

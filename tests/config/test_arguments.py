@@ -158,6 +158,10 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "use_cpu": ["cpu"],
     "strategy": [None],
     "nonfinite": [None],
+    "resume_from_checkpoint": [3],
+    "do_train": [1],
+    "do_eval": [1],
+    "do_predict": [1],
 }
 
 

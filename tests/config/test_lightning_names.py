@@ -37,7 +37,7 @@ def test_every_setting_of_lightning_is_known() -> None:
         ({"precision": "bf16-mixed"}, {"mixed_precision": "bf16"}),
         ({"precision": 32}, {"mixed_precision": "no"}),
         ({"log_every_n_steps": 5, "default_root_dir": "here"}, {"logging_steps": 5, "output_dir": "here"}),
-        ({"check_val_every_n_epoch": 1, "val_check_interval": 1.0}, {"eval_strategy": "epoch"}),
+        ({"check_val_every_n_epoch": 1, "val_check_interval": 1.0}, {"eval_strategy": "epoch", "do_eval": True}),
         ({"enable_progress_bar": False, "enable_checkpointing": False}, {"disable_tqdm": True, "save_strategy": "no"}),
         ({"logger": False, "accelerator": "auto", "devices": "auto", "deterministic": False}, {"report_to": []}),
     ],

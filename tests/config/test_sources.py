@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 
 from trainer_kit import TrainingArguments
@@ -29,6 +32,43 @@ def test_a_dataclass_with_other_names() -> None:
     assert "max_epochs" in OTHER_NAMES
 
 
+def test_a_name_of_another_trainer_cannot_be_set_later() -> None:
+    args = TrainingArguments()
+    with pytest.raises(
+        AttributeError, match=r"^TrainingArguments\.bf16 is set, which is not read: use mixed_precision="
+    ):
+        args.bf16 = True  # type: ignore[attr-defined]
+    args.mine = 3  # type: ignore[attr-defined]
+    assert copy.deepcopy(args).mine == pickle.loads(pickle.dumps(args)).mine == 3  # type: ignore[attr-defined]
+
+
+def test_a_field_of_a_subclass_may_have_the_name_of_another_trainer() -> None:
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        data_seed: int = dataclasses.field(default_factory=lambda: 4)
+
+    args = Mine()
+    args.data_seed = 5
+    assert args.data_seed == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("fp16", ": use mixed_precision='fp16'"),
+        ("data_seed", ": seed= determines the order of samples too"),
+        ("world_size", ": use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"),
+        ("local_rank", ": use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"),
+        ("overwrite_output_dir", ": leave it out"),
+        ("width", ""),
+    ],
+)
+def test_a_missing_attribute_says_what_stands_for_it(name: str, sentence: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(TrainingArguments(), name)
+    assert str(raised.value) == f"'TrainingArguments' object has no attribute {name!r}{sentence}"
+
+
 @dataclasses.dataclass
 class _ModelArguments:
     width: int = 8
@@ -39,14 +79,15 @@ def test_hf_argument_parser_takes_the_arguments(monkeypatch: Any) -> None:
     line = (
         "--output_dir out --learning_rate 3e-4 --warmup_steps 0.1 --save_steps 100 --eval_strategy steps "
         "--eval_steps 0.25 --max_shard_size 2GB --report_to jsonl html --torch_compile true --width 16 --seed 3 "
-        "--mixed_precision bf16 --optim adamw_torch_fused --no_async_save --pad_to_lengths 64 128"
+        "--mixed_precision bf16 --optim adamw_torch_fused --no_async_save --pad_to_lengths 64 128 --do_train "
+        "--resume_from_checkpoint out/checkpoint-2"
     )
     args, model = parser.parse_args_into_dataclasses(line.split())
     assert model == _ModelArguments(16)
     assert args == TrainingArguments(
         "out", learning_rate=3e-4, warmup_ratio=0.1, save_steps=100, eval_strategy="steps", eval_steps=0.25,
         max_shard_size="2GB", report_to=["jsonl", "html"], torch_compile=True, seed=3, mixed_precision="bf16",
-        async_save=False, pad_to_lengths=[64, 128],
+        async_save=False, pad_to_lengths=[64, 128], do_train=True, resume_from_checkpoint="out/checkpoint-2",
     )  # fmt: skip
     assert parser.parse_args_into_dataclasses([])[0] == TrainingArguments()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.reporters import TRACKER_NAMES
 from trainer_kit.config.sources import OTHER_NAMES
-from trainer_kit.config.transformers_names import settings_of
+from trainer_kit.config.transformers_names import ATTRIBUTES, settings_of
 
 OWN = {field.name for field in dataclasses.fields(TrainingArguments)}
 REMOVED = (
@@ -66,8 +67,8 @@ def test_every_optimizer_and_schedule_of_transformers_is_known() -> None:
         ({"tf32": False}, {"float32_matmul_precision": "highest"}),
         ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
         ({"warmup_steps": 10.0}, {"warmup_steps": 10}),
-        ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch"}),
-        ({"evaluate_during_training": True}, {"eval_strategy": "steps"}),
+        ({"evaluation_strategy": "epoch"}, {"eval_strategy": "epoch", "do_eval": True}),
+        ({"evaluate_during_training": True}, {"eval_strategy": "steps", "do_eval": True}),
         ({"eval_steps": 0.1, "save_steps": 0.2, "logging_steps": 0.3}, {"eval_steps": 0.1, "save_steps": 0.2}),
         ({"no_cuda": True}, {"use_cpu": True}),
         ({"per_gpu_train_batch_size": 4}, {"per_device_train_batch_size": 4}),
@@ -101,7 +102,6 @@ def test_a_setting_that_means_the_same_is_taken(settings: dict[str, Any], expect
         ),
         ("use_liger_kernel", True, "use chunked_cross_entropy=True, which needs no other package"),
         ("average_tokens_across_devices", False, "the loss is always the mean over the tokens of all processes"),
-        ("resume_from_checkpoint", True, "give it to train(resume_from_checkpoint=)"),
         ("train_sampling_strategy", "curriculum", "use Trainer(train_sampler=...)"),
     ],
 )
@@ -110,6 +110,29 @@ def test_a_setting_without_counterpart_is_refused(name: str, value: Any, sentenc
         with pytest.raises(TypeError) as raised:
             make({name: value})
         assert str(raised.value) == f"TrainingArguments has no field {name!r}; {sentence}"
+
+
+def test_settings_of_a_script_are_kept_for_it() -> None:
+    assert not TrainingArguments().do_eval
+    assert TrainingArguments(eval_strategy="epoch").do_eval  # as in transformers
+    args = TrainingArguments(do_train=True, do_eval=True, do_predict=True, resume_from_checkpoint="out/checkpoint-2")
+    assert (args.do_train, args.do_eval, args.do_predict) == (True, True, True)
+    assert TrainingArguments(resume_from_checkpoint=False).resume_from_checkpoint is None
+    with pytest.raises(ValueError, match=r"^resume_from_checkpoint=True is not allowed; give it to train\("):
+        TrainingArguments(resume_from_checkpoint=True)
+
+
+def test_every_attribute_of_transformers_arguments_is_known(tmp_path: Path) -> None:
+    theirs = transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True)
+    names = {name for name in dir(theirs) if not name.startswith(("_", "set_", "to_", "is_torch"))}
+    unknown = []
+    for name in names - {"deepspeed_plugin", "hf_deepspeed_config", "framework", "default_optim", "fsdp_plugin_args"}:
+        with contextlib.suppress(AttributeError):
+            getattr(TrainingArguments(), name)
+            continue
+        if name not in ATTRIBUTES.keys() | OTHER_NAMES.keys():
+            unknown.append(name)
+    assert unknown == []
 
 
 def test_trackers_have_transformers_names(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ _MISSING = {
         _PARALLELISM,
     ),
     "lomo_backward": "LOMO is not available; use an optimizer of torch and backward(loss)",
+    "use_fp16": "earlier releases of accelerate had it; use mixed_precision == 'fp16'",
     "verify_device_map": "a model is on one device, or sharded; leave the check out",
 }  # fmt: skip
 

@@ -34,6 +34,9 @@ _IN_THE_OPTIMIZER = ("learning_rate", "layer_lr_decay", "weight_decay", "adam_be
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Arguments that the message about the layout covers."""
 
+_OF_THE_START = ("resume_from_checkpoint", "do_train", "do_eval", "do_predict")
+"""Arguments that differ between the starts of a run."""
+
 _ORDERS = {
     "shuffled": "shuffled samples",
     "grouped": "samples grouped by length",
@@ -292,7 +295,7 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
     """
     _report_layout(run, plan, earlier[0])
     now, saved_args = run.args.to_dict(), earlier[1]
-    changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args}
+    changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args and name not in _OF_THE_START}
     changed = {name: (old, new) for name, (old, new) in changed.items() if old != new}
     kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
     told = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]

@@ -174,6 +174,11 @@ class TrainingArguments(ArgumentSources):
         nonfinite: Reaction to a loss or gradient that is not finite: "stop" training, "skip" the step (if its gradient
             is not finite), "rollback" to the newest checkpoint and skip the samples of that step, or "ignore" it.
         max_rollbacks: Number of rollbacks with `nonfinite="rollback"` before training stops.
+        resume_from_checkpoint: Checkpoint, or folder of a run, that `train` resumes from if its own argument is None;
+            None: the default of `train`.
+        do_train: For a script that reads it; the Trainer does not.
+        do_eval: As `do_train`; True if `eval_strategy` is not "no".
+        do_predict: As `do_train`.
 
     Raises:
         TypeError: If a field is unknown or a value has the wrong type; the message names the nearest known field.
@@ -274,6 +279,10 @@ class TrainingArguments(ArgumentSources):
     strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     max_rollbacks: Count = 3
+    resume_from_checkpoint: Folder | None = None
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -338,6 +347,7 @@ class TrainingArguments(ArgumentSources):
         if self.logging_dir is not None:
             self.logging_dir = os.path.expanduser(self.logging_dir)
         self.report_to = chosen_reporters(self.report_to)
+        self.do_eval = self.do_eval or self.eval_strategy != "no"
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
         by_metric = self.load_best_model_at_end or self.save_strategy == "best"

@@ -146,6 +146,25 @@ def translate(
     return fields
 
 
+def attribute_sentence(name: str, value: Any, others: Mapping[str, OtherName], attributes: Mapping[str, str]) -> str:
+    """Return what to use in place of an attribute of another trainer's arguments; "" if none is known.
+
+    Args:
+        name: Name of the attribute.
+        value: The value that it is set to; True if it is read.
+        others: Translations of settings that are no fields.
+        attributes: Sentences about attributes that have a value only while a program runs.
+    """
+    if name in attributes or name not in others:
+        return attributes.get(name, "")
+    found = others[name](value)
+    if isinstance(found, Refusal):
+        return found.sentence
+    if found.values:
+        return f"use {', '.join(f'{field}={own!r}' for field, own in found.values.items())}"
+    return found.note or "leave it out"
+
+
 def _translated(
     name: Any, value: Any, known: list[str], others: Mapping[str, OtherName], values: Mapping[str, OtherName]
 ) -> Fields | Refusal:

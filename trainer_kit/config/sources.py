@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer_kit.config.command_line import read_command_line
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
-from trainer_kit.config.other_names import translate
+from trainer_kit.config.other_names import attribute_sentence, translate
 from trainer_kit.config.parser_hints import with_plain_hints
-from trainer_kit.config.transformers_names import FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
+from trainer_kit.config.transformers_names import ATTRIBUTES, FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
 from trainer_kit.config.validation import load_fields, save_fields
 
 if TYPE_CHECKING:
@@ -46,6 +46,21 @@ def with_other_names(cls: type[T]) -> type[T]:
 @dataclasses.dataclass  # jsonargparse takes a dataclass for settings if all its bases are dataclasses
 class ArgumentSources(_Base):
     """The methods of a dataclass of arguments that read and write its fields."""
+
+    if not TYPE_CHECKING:  # a visible __setattr__ would let a type checker accept every attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in OTHER_NAMES and name not in self.__dataclass_fields__ and not hasattr(type(self), name):
+                raise AttributeError(
+                    f"{type(self).__name__}.{name} is set, which is not read: "
+                    f"{attribute_sentence(name, value, OTHER_NAMES, ATTRIBUTES)}"
+                )
+            super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            sentence = attribute_sentence(name, True, OTHER_NAMES, ATTRIBUTES)
+            reason = f"has no attribute {name!r}" + (f": {sentence}" if sentence else "")
+            raise AttributeError(f"{type(self).__name__!r} object {reason}", name=name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""

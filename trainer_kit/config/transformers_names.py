@@ -55,7 +55,6 @@ _SCHEDULES = by_value(
 _HUB = refused("use Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks", False, "", "every_save")
 _FSDP = refused("use strategy='fsdp', or Trainer(strategy=FSDP(...)) for its options", False, "")
 _LIGER = "use chunked_cross_entropy=True, which needs no other package"
-_SCRIPT = "the script calls train(), evaluate() and predict()"
 _PRECISION = "mixed_precision decides: fp16 by torch.autocast"
 _FULL_EVAL = "evaluation runs in mixed_precision; call model.to(dtype) before an evaluation of its own"
 _RESUME = "a resume continues at the exact sample and reads nothing twice"
@@ -126,6 +125,12 @@ def _sampling(value: Any) -> Fields | Refusal:
     return Fields({"shuffle": False}) if value == "sequential" else Refusal("use Trainer(train_sampler=...)")
 
 
+def _resume(value: Any) -> Fields | Refusal:
+    if value is True:
+        return Refusal("give it to train(resume_from_checkpoint=True), or the path of a checkpoint here")
+    return Fields({"resume_from_checkpoint": value or None})
+
+
 def _opt_level(value: Any) -> Fields | Refusal:
     return Fields() if value in (None, "O1") else Refusal("use model.to(torch.float16), or mixed_precision='fp16'")
 
@@ -141,6 +146,7 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "disable_tqdm": _optional("disable_tqdm"),
     "report_to": _reporters,
     "project": _project,
+    "resume_from_checkpoint": _resume,
 }
 """Translations of values of fields that transformers has too."""
 
@@ -206,10 +212,6 @@ _CURRENT: Mapping[str, OtherName] = {
     "deepspeed": refused("DeepSpeed is not available; use strategy='fsdp'"),
     "debug": refused("a loss that is not finite is located without a setting; records have xla/compiles", "", []),
     "skip_memory_metrics": ignored("always in the records", True, False),
-    "do_train": ignored(_SCRIPT, False, True),
-    "do_eval": ignored(_SCRIPT, False, True),
-    "do_predict": ignored(_SCRIPT, False, True),
-    "resume_from_checkpoint": refused("give it to train(resume_from_checkpoint=)"),
     "local_rank": ignored("the launcher's environment decides", -1, 0),
 }
 
@@ -252,6 +254,18 @@ _EARLIER: Mapping[str, OtherName] = {
 
 TRANSFORMERS_NAMES: Mapping[str, OtherName] = {**_EARLIER, **_CURRENT}
 """Translation of each setting of transformers that is not a field."""
+
+_PLACE = "use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"
+ATTRIBUTES: Mapping[str, str] = {
+    **dict.fromkeys(("device", "n_gpu", "parallel_mode", "distributed_state", "world_size", "process_index"), _PLACE),
+    **dict.fromkeys(("local_process_index", "local_rank", "should_log", "should_save", "main_process_first"), _PLACE),
+    "get_process_log_level": "use log_level; the Trainer shows only errors of other processes",
+    "get_warmup_steps": "use warmup_steps and warmup_ratio",
+    "train_batch_size": "use per_device_train_batch_size",
+    "place_model_on_device": "the strategy places the model",
+    "ddp_timeout_delta": "use Trainer(strategy=DDP(ddp_timeout=...))",
+}
+"""What stands for attributes of transformers' `TrainingArguments` that have a value only while a program runs."""
 
 
 def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:

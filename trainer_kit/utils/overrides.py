@@ -39,6 +39,11 @@ _RECORDS = (
     "give a Callback: its metrics(run) adds numbers to each record, its on_log(run, record) and on_evaluate(run, "
     "metrics) get what is logged"
 )
+_METRICS = (
+    "train, evaluate and predict log their metrics and write them to log.jsonl; leave the call out, or print the dict "
+    "of metrics that they return"
+)
+_STATE_FILE = "train saves the state in its checkpoints, the last step's included; leave the call out"
 _SAVING = (
     "put objects with state_dict and load_state_dict into run.stateful to have them in each checkpoint, or give a "
     "Callback with on_save or state_dict"
@@ -88,9 +93,11 @@ _BY_REPLACEMENT = {
     ),
     _SCHEDULER: "lr_scheduler create_scheduler _created_lr_scheduler",
     _RATE: "_get_learning_rate get_learning_rates get_optimizer_group",
-    _RECORDS: "log log_metrics save_metrics metrics_format _loggers_initialized",
+    _RECORDS: "log _loggers_initialized",
+    _METRICS: "log_metrics save_metrics metrics_format",
+    _STATE_FILE: "save_state",
     _SAVING: (
-        "save_model save_state _save _save_tpu _save_checkpoint _save_rng_state _save_optimizer_and_scheduler "
+        "save_model _save _save_tpu _save_checkpoint _save_rng_state _save_optimizer_and_scheduler "
         "_save_scaler _rotate_checkpoints _sorted_checkpoints _get_output_dir"
     ),
     _LOADING: (

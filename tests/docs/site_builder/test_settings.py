@@ -8,14 +8,20 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import transformers
-from site_builder.settings import meaning, methods_of_transformers, settings_of_lightning, settings_of_transformers
+from site_builder.settings import (
+    attributes_of_transformers,
+    meaning,
+    methods_of_transformers,
+    settings_of_lightning,
+    settings_of_transformers,
+)
 from transformers import Seq2SeqTrainingArguments
 
 from trainer_kit import TrainingArguments
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.other_names import NOT_A_SWITCH, OtherName, renamed
 from trainer_kit.config.sources import OTHER_NAMES
-from trainer_kit.config.transformers_names import TRANSFORMERS_NAMES
+from trainer_kit.config.transformers_names import ATTRIBUTES, TRANSFORMERS_NAMES
 
 
 def rows(page: str) -> dict[str, str]:
@@ -29,6 +35,11 @@ def test_each_setting_has_a_row_that_says_something(page: Callable[[], str], nam
     found = rows(page())
     assert found.keys() == names.keys()
     assert all(len(text) > 5 and NOT_A_SWITCH not in text for text in found.values())
+
+
+def test_each_attribute_has_a_row() -> None:
+    page = attributes_of_transformers()
+    assert [name for name, text in ATTRIBUTES.items() if f"`{name}`" not in page or text not in page] == []
 
 
 def test_each_field_of_transformers_is_on_its_page() -> None:
