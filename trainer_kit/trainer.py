@@ -12,6 +12,7 @@ import torch
 
 from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
+from trainer_kit.checkpoint.compatibility import default_request
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
 from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager
@@ -206,8 +207,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: True resumes from the newest valid checkpoint in `output_dir`, and starts from the
-                beginning if there is none. A path resumes from that checkpoint. None: `args.resume_from_checkpoint`;
-                without one, True if a launcher restarted this run after a failure, else False.
+                beginning if there is none. A path resumes from that checkpoint. None: True if a launcher restarted
+                this run after a failure, unless nothing is saved yet; else `args.resume_from_checkpoint`.
 
         Returns:
             The number of steps, the mean loss and the metrics of the training.
@@ -252,9 +253,8 @@ class Trainer:
         run.strategy.defer_gradient_sync(self.args.auto_find_batch_size)
         self._prepare(to_train=True)
         at_end.callback(restore_modules, run.model)
-        resume = self.args.resume_from_checkpoint if resume is None else resume
         if resume is None and self._loop is None:
-            resume = run.strategy.session.restarts > 0
+            resume = default_request(self.args, run.strategy.session.restarts)
         evaluation, reading = self._evaluation(to_train=True), make_reading(self.args, run.strategy, self.collate)
         given = self.optimizer, self.lr_scheduler, resume
         self._loop = set_up_training(evaluation, reading, checkpoints, self._initial, *given)
@@ -362,8 +362,6 @@ class Trainer:
         """
         from trainer_kit.planning import PlannedTraining, make_training_plan  # slow to import
 
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
         subject = PlannedTraining(
             run=self.run,
             events=self.events,

@@ -15,7 +15,7 @@ from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.compatibility import fitting_optimizer_state, report_changes
+from trainer_kit.checkpoint.compatibility import default_request, fitting_optimizer_state, report_changes
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.data.sampling import Layout
 from trainer_kit.optim import make_scheduler
@@ -318,3 +318,15 @@ def test_one_sentence_tells_how_a_step_is_shared(
     with caplog.at_level("INFO", logger="trainer_kit"):
         report_changes(run, RunLength(now, 10, 10, 3, {}), (saved, args.to_dict()))
     assert " | ".join(caplog.messages) == said
+
+
+def test_a_restart_goes_on_from_what_is_saved(tmp_path: Path) -> None:
+    """Not again from the checkpoint that its first start began from."""
+    args = TrainingArguments(str(tmp_path / "run"))
+    given = TrainingArguments(str(tmp_path / "run"), resume_from_checkpoint=str(tmp_path / "earlier"))
+    assert default_request(args, 0) is None
+    assert default_request(args, 1) is True
+    assert default_request(given, 0) == default_request(given, 1) == str(tmp_path / "earlier")
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    assert default_request(given, 0) == str(tmp_path / "earlier")
+    assert default_request(given, 1) is True

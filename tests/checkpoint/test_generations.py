@@ -22,6 +22,7 @@ from trainer_kit.checkpoint.generations import (
     find_generations,
     folder_name,
     give_up_copies,
+    has_state,
     make_private_folder,
     read_marker,
     remove_marker,
@@ -175,6 +176,15 @@ def test_the_output_folder_says_where_copies_are(tmp_path: Path, caplog: pytest.
     remove_marker(tmp_path)
     give_up_copies(tmp_path)
     assert not (tmp_path / MARKER).exists()
+
+
+def test_a_folder_may_hold_the_state_of_a_run(tmp_path: Path) -> None:
+    assert not has_state(tmp_path / "missing")
+    write_marker(tmp_path, Marker.after(None, tmp_path))
+    assert has_state(tmp_path)
+    remove_marker(tmp_path)
+    (tmp_path / "checkpoint-3").mkdir()
+    assert has_state(tmp_path)
 
 
 def test_names_of_folders_are_read_as_they_are_made(tmp_path: Path) -> None:

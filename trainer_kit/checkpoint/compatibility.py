@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
 from trainer_kit.checkpoint.format.discovery import read_outline, read_state_into
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
+from trainer_kit.checkpoint.generations import has_state
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
 from trainer_kit.data.sampling import Layout, saved_layout
@@ -46,6 +48,18 @@ _ORDERS = {
 }
 
 _ANEW = "start a new run with load_checkpoint_in_model(model, checkpoint)"
+
+
+def default_request(args: TrainingArguments, restarts: int) -> bool | str | None:
+    """Return what a start resumes from if the caller of `train` does not say.
+
+    Args:
+        args: The arguments of the run.
+        restarts: How often a launcher has restarted the run.
+    """
+    if restarts > 0 and (args.resume_from_checkpoint is None or has_state(Path(args.output_dir))):
+        return True  # what an earlier start has saved comes before what that one began from
+    return args.resume_from_checkpoint
 
 
 def find_checkpoint(

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_kit.checkpoint import FileEntry, Manifest
+from trainer_kit.checkpoint import FileEntry, Manifest, find_checkpoints
 from trainer_kit.checkpoint.format.disk import remove_folder, write_json
 from trainer_kit.checkpoint.format.json_files import read_json
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
@@ -257,6 +257,11 @@ def write_marker(output_dir: Path, marker: Marker) -> None:
         OSError: If the disk is full or cannot be written.
     """
     write_json(output_dir / MARKER, marker._asdict())
+
+
+def has_state(output_dir: Path) -> bool:
+    """Return whether a run has checkpoints in a folder, or copies in memory."""
+    return bool(find_checkpoints(output_dir)) or (output_dir / MARKER).exists()
 
 
 def remove_marker(output_dir: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from trainer_kit.callback import Callback
 from trainer_kit.checkpoint import find_checkpoints
+from trainer_kit.checkpoint.compatibility import default_request
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
@@ -70,7 +71,7 @@ class _Rehearsal:
         run.optimizer = self._optimizer()
         self.reading: LoaderConfig = make_reading(run.args, self.stage, subject.collate)
         if resume is None:
-            resume = self.strategy.session.restarts > 0
+            resume = default_request(run.args, self.strategy.session.restarts)
         self.checkpoints = CheckpointManager(run, subject.events)  # without a lock: it writes nothing
         self.checkpoints.find(resume)
         self.loader: TrainLoader | StreamLoader = make_train_loader(
