@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ class Profiler(Callback):
         record_shapes: Whether to record the shapes of operators' inputs.
         profile_memory: Whether to record allocations.
         with_stack: Whether to record Python functions. It makes steps slower by about a tenth and traces twice as
-            large. It is disabled on Python 3.13 with PyTorch before 2.8, where it crashes the process.
+            large.
 
     Raises:
         ValueError: If `start` is below 1 or above `stop`.
@@ -77,7 +76,7 @@ class Profiler(Callback):
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
-            "with_stack": with_stack and _can_record_functions(),
+            "with_stack": with_stack,
         }
         self._profile: profile | None = None
         self._step: contextlib.AbstractContextManager[None] | None = (
@@ -169,12 +168,6 @@ class Profiler(Callback):
             _logger.warning("%s could not be written: %s; training continues", trace, error.strerror)
         else:
             _logger.info("profile written to %s and files next to it", trace)
-
-
-def _can_record_functions() -> bool:
-    """Return whether `with_stack` works; where it does not, it crashes (pytorch/pytorch issue 144094)."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return sys.version_info < (3, 13) or (major, minor) >= (2, 8)
 
 
 def _move_ranges(trace: Path) -> None:

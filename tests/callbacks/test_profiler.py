@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.callback import Callback
-from trainer_kit.callbacks import Profiler, profiler
+from trainer_kit.callbacks import Profiler
 from trainer_kit.run import Run
 from trainer_kit.strategies.single import SingleDevice
 
@@ -159,18 +158,6 @@ def test_the_events_of_a_track_are_nested(tmp_path: Path) -> None:
             open_ends.append(begin - length)
     named = {event["tid"] for event in found if event["ph"] == "M" and event["args"].get("name") == "activities"}
     assert named == {event["tid"] for event in found if event.get("cat") == "user_annotation"}
-
-
-@pytest.mark.parametrize(
-    ("python", "torch_version", "expected"),
-    [((3, 12), "2.6.0", True), ((3, 13), "2.7.1+cu128", False), ((3, 13), "2.13.0+cpu", True)],
-)
-def test_functions_are_not_recorded_where_that_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, python: tuple[int, ...], torch_version: str, expected: bool
-) -> None:
-    monkeypatch.setattr(profiler, "sys", SimpleNamespace(version_info=python))
-    monkeypatch.setattr(torch, "__version__", torch_version)
-    assert Profiler()._options["with_stack"] is expected
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("native", ["python", "snapshot", None]), ("cudaMallocAsync", [])])

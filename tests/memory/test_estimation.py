@@ -233,7 +233,6 @@ class Experts(nn.Module):
         return torch._grouped_mm(self.first(x), self.experts, offs=ends).square().mean()
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="needs torch 2.8")
 def test_experts_in_float32() -> None:
     batch = torch.randn(256, 64)
     estimated, measured = (

@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kit.architectures import ARCHITECTURES, VOCABULARY
 from kit.ranks import on_ranks
 from kit.trainer import arguments
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from trainer_kit import FSDP, Callback, Run, SingleDevice, Strategy, Trainer
 from trainer_kit.config.compile_options import CompileOptions
@@ -247,18 +245,6 @@ def test_gradients_of_torchs_own_blocks_are_those_of_one_process(strategy: str) 
     alone = gradients("single", "torch", True, False, 4)
     for each in on_ranks(2, gradients, strategy, "torch", True, False, 2):
         torch.testing.assert_close(each, alone, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("version", "divided"), [("2.8.0", False), ("2.9.0+cpu", True), ("2.13.0", True)])
-def test_ddp_divides_no_graph_where_torch_mixes_the_buffers_of_its_parts(
-    monkeypatch: pytest.MonkeyPatch, version: str, divided: bool
-) -> None:
-    strategy: Any = DDP(device="cpu")
-    strategy.group = SimpleNamespace(is_alone=False)
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    with torch._dynamo.config.patch(optimize_ddp=True):
-        strategy.compile(Own(), WHOLE)
-        assert torch._dynamo.config.optimize_ddp is divided
 
 
 def refused() -> None:

@@ -31,6 +31,7 @@ _OPTIMIZERS = by_value(
     },
     {
         **dict.fromkeys(("adamw_torch_npu_fused", "adamw_anyprecision", "ademamix", "adagrad"), _OWN_OPTIMIZER),
+        "adamw_apex_fused": _OWN_OPTIMIZER,
         **dict.fromkeys(("rmsprop", "grokadamw", "stable_adamw", "schedule_free_radam"), _OWN_OPTIMIZER),
         **dict.fromkeys(("ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit"), _BITSANDBYTES),
         **dict.fromkeys(("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), _BITSANDBYTES),
@@ -139,6 +140,7 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "output_dir": _optional("output_dir"),
     "optim": _OPTIMIZERS,
     "lr_scheduler_type": _SCHEDULES,
+    "warmup_ratio": _optional("warmup_ratio"),
     "lr_scheduler_kwargs": lambda value: _optional("lr_scheduler_kwargs")(read_json(value)),
     "gradient_checkpointing": lambda value: _optional("gradient_checkpointing")(read_json(value)),
     "torch_compile": lambda value: Fields({"torch_compile": read_json(value)}),

@@ -21,13 +21,11 @@ from torch.utils._pytree import tree_leaves
 from trainer_kit.utils.optimizer_state import step_methods_kept
 from trainer_kit.utils.pytree import map_tensors, tensors
 
-_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default if hasattr(torch.ops.aten, "_grouped_mm") else None
-
 T = TypeVar("T", torch.nn.Module, torch.optim.Optimizer)
 
 _KEPT_BY_LSTM = (10, 24)
 """Elements, and additional bytes, that oneDNN's LSTM keeps for the backward pass per element of its output (from its
-workspace in torch 2.13; torch 2.6 keeps a quarter more); torch reports none."""
+workspace in torch 2.13; torch 2.9 keeps a quarter more); torch reports none."""
 
 MOST_KNOWN = 2**20
 """Largest number of elements of a tensor whose values are computed."""
@@ -133,7 +131,7 @@ def _with_fakes(func: Any, args: Any, kwargs: Any) -> Any:
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
     if func is torch.ops.aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
-    if func is _GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(*args, **kwargs)
     try:
         result = func(*args, **kwargs)

@@ -292,7 +292,7 @@ def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
     if operator not in _SLOW or _draws(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     for observer in _observers:
-        observer(getattr(context, "op_output", None))  # torch 2.8 and older do not say
+        observer(context.op_output)
     return CheckpointPolicy.MUST_SAVE
 
 

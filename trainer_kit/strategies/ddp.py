@@ -18,7 +18,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.config import environment
-from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.strategies import comm_hooks
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.strategies.ddp_module import Replica, take_from_main
@@ -240,12 +239,6 @@ class DDP(SingleDevice, Regroupable):
             take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
-
-    def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:
-        if not self.group.is_alone and torch.__version__ < "2.9":
-            # The parts of a graph would overwrite each other's buffers, see github.com/pytorch/pytorch/pull/160745.
-            torch._dynamo.config.optimize_ddp = False
-        super().compile(model, options)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Check that all processes have the same parameters in the same order: the state is saved by position."""

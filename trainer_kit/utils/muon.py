@@ -27,14 +27,9 @@ class Muon(torch.optim.Optimizer):
         others: Groups of the other parameters, for AdamW. A group that is added later becomes one of these.
         adamw: Options of AdamW; Muon takes the learning rate from here.
         options: Options of Muon.
-
-    Raises:
-        RuntimeError: If this release of torch has no Muon.
     """
 
     def __init__(self, matrices: list[Any], others: list[Any], adamw: dict[str, Any], **options: Any) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(f"optim='muon' needs torch 2.9 or later, and this is {torch.__version__}; update torch")
         first = torch.optim.Muon(matrices, lr=adamw["lr"], adjust_lr_fn="match_rms_adamw", **options)
         second = torch.optim.AdamW(others or [{"params": [nn.Parameter()]}], **adamw)
         super().__init__([*first.param_groups, *(second.param_groups if others else ())], {})

@@ -60,6 +60,8 @@ class Calls(TorchFunctionMode):
         if self.gpus.is_off or is_fake or name in ("__get__", "_parse_to"):
             return func(*args, **kwargs)
         asked = self._asked(kwargs.get("device"))
+        if asked == HOST and isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # from a mode that dispatches it, with the device that autograd knows
         if asked is not None:
             del kwargs["device"]
             if asked.type == "cuda" and func in _FROM_HOST:

@@ -108,7 +108,7 @@ def _replace_runtime(gpus: Gpus, patches: pytest.MonkeyPatch) -> None:
         "current_device_index": lambda: gpus.scope.index, "set_device_index": set_device,
         "current_stream": gpus.current_stream, "empty_host_cache": gpus.pinned.release,
     }.items():  # fmt: skip
-        patches.setattr(torch.accelerator, name, function, raising=False)  # torch 2.6 lacks some
+        patches.setattr(torch.accelerator, name, function, raising=False)  # torch 2.9 lacks some
 
 
 def _replace_memory(gpus: Gpus, patches: pytest.MonkeyPatch) -> None:

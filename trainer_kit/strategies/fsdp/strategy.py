@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -116,8 +116,6 @@ class FSDP(MultiNode):
         return None  # the others do not have this process's part
 
     def setup(self) -> None:
-        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-            raise ImportError(f"FSDP needs torch 2.9 or newer, but this is {torch.__version__}; update it, or use DDP")
         super().setup()
         assert self.precision is not None
         if self.precision.mode == "fp16" and not self.group.is_alone:
