@@ -74,7 +74,6 @@ def test_every_optimizer_and_schedule_of_transformers_is_known() -> None:
         ({"per_gpu_train_batch_size": 4}, {"per_device_train_batch_size": 4}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
         ({"gradient_checkpointing": None, "output_dir": None, "lr_scheduler_kwargs": None, "disable_tqdm": None}, {}),
-        ({"warmup_ratio": None}, {}),
         ({"gradient_checkpointing": '{"every": 2}'}, {"gradient_checkpointing": {"every": 2}}),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'}, {"lr_scheduler_type": "cosine"}),
         ({"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}),

@@ -325,6 +325,23 @@ def test_results_of_matrix_products_are_kept() -> None:
     assert [counts[policy][tanh] for policy in counts] == [4, 8, 6, 8]
 
 
+class Raises(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+
+def test_a_pass_that_raises_leaves_no_mode_behind() -> None:
+    model, before = Blocks(), torch.is_autocast_cache_enabled()
+    checkpoint_modules(model, CheckpointingOptions(policy="save_matmuls"))
+    model.blocks[1].down = Raises()
+    with Kept(), pytest.raises(ValueError, match="no") as raised:
+        model(torch.ones(2, 4).double())
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch.is_autocast_cache_enabled() is before
+    del raised  # torch 2.9 ends its generator here
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_attention_with_dropout_is_computed_again() -> None:
     """Its random numbers would be left out of a recomputation, and later dropout would differ."""
     x = torch.zeros(1, 1, 2, 2)

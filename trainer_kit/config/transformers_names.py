@@ -140,7 +140,6 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "output_dir": _optional("output_dir"),
     "optim": _OPTIMIZERS,
     "lr_scheduler_type": _SCHEDULES,
-    "warmup_ratio": _optional("warmup_ratio"),
     "lr_scheduler_kwargs": lambda value: _optional("lr_scheduler_kwargs")(read_json(value)),
     "gradient_checkpointing": lambda value: _optional("gradient_checkpointing")(read_json(value)),
     "torch_compile": lambda value: Fields({"torch_compile": read_json(value)}),
@@ -286,8 +285,11 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     if not any(kind.__name__ == "TrainingArguments" and kind.__module__.startswith("transformers.") for kind in kinds):
         raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
     default = type(hf_args)(output_dir=hf_args.output_dir)
-    return {
+    settings = {
         field.name: getattr(hf_args, field.name)
         for field in dataclasses.fields(hf_args)
         if (field.name in known or getattr(hf_args, field.name) != getattr(default, field.name))
     }
+    if settings.get("warmup_ratio", 0) is None:  # the default, in releases of transformers 5 that still have it
+        del settings["warmup_ratio"]
+    return settings

@@ -193,32 +193,35 @@ class _CheckpointedForward(_ReplacedForward):
             selective = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
             return checkpoint(function, *args, use_reentrant=False, context_fn=selective)
         buffers = [_Buffer(*place) for place in _buffers(self.module)]
-        contexts = functools.partial(_contexts, self.module, buffers, self._selective)
-        output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        with contextlib.ExitStack() as entered:  # torch 2.9 does not end the context of a pass that raises
+            contexts = functools.partial(_contexts, self.module, buffers, self._selective, entered)
+            output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         buffers[:] = [each for each in buffers if each.is_changed]
         return output
 
 
 def _contexts(
-    module: nn.Module, buffers: list[_Buffer], selective: bool
+    module: nn.Module, buffers: list[_Buffer], selective: bool, entered: contextlib.ExitStack
 ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts of a module's forward pass and of its recomputation."""
     if not selective:
         return contextlib.nullcontext(), _Recomputation(module, contextlib.nullcontext(), buffers)
     forward, again = create_selective_checkpoint_contexts(_keep_matmuls)
-    return _without_cast_cache(forward), _Recomputation(module, again, buffers)
+    return _without_cast_cache(forward, entered), _Recomputation(module, again, buffers)
 
 
 @contextlib.contextmanager
-def _without_cast_cache(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def _without_cast_cache(
+    context: contextlib.AbstractContextManager[Any], entered: contextlib.ExitStack
+) -> Iterator[None]:
     """Enter a context without autocast's cache: a recomputation would not find the cast of a weight used before."""
-    is_enabled = torch.is_autocast_cache_enabled()
+    entered.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
     torch.set_autocast_cache_enabled(False)
+    entered.enter_context(context)
     try:
-        with context:
-            yield
+        yield
     finally:
-        torch.set_autocast_cache_enabled(is_enabled)
+        entered.close()
 
 
 class _Buffer:
@@ -292,7 +295,7 @@ def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
     if operator not in _SLOW or _draws(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     for observer in _observers:
-        observer(context.op_output)
+        observer(getattr(context, "op_output", None))  # torch 2.9 does not say
     return CheckpointPolicy.MUST_SAVE
 
 
