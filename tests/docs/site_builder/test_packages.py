@@ -9,8 +9,8 @@ def test_each_package_has_its_oldest_and_newest_version() -> None:
     rows = [line.strip("| ").split(" | ") for line in packages().splitlines()[2:]]
     versions = {name.strip("`"): (oldest, newest) for name, oldest, newest in rows}
     assert {"torch", "transformers", "torchao", "peft", "datasets", "wandb"} <= versions.keys()
-    assert versions["torch"] == ("2.6", tried()["torch"])
-    assert versions["transformers"][0] == "4.48"
+    assert versions["torch"] == ("2.9", tried()["torch"])
+    assert versions["transformers"][0] == "5.4"
 
 
 def test_the_newer_of_two_lines_counts() -> None:
