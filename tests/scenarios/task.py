@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,19 @@ class Marker(Callback):
         (self.folder / f"step-{run.state.step}").touch()
 
 
+class Alarm(Callback):
+    """Ends this process by a signal, some seconds after a step, wherever it is then."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        self.step, self.seconds = step, seconds
+        self.is_set = False
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step >= self.step and not self.is_set:
+            self.is_set = True
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+
 def make_trainer(
     output_dir: Path,
     *callbacks: Callback,
@@ -186,9 +200,12 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--alarm", type=float, nargs=2, help="a step, and seconds after it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    callbacks = [Marker(options.marks)] if options.marks else []
+    callbacks: list[Callback] = [Marker(options.marks)] if options.marks else []
+    if options.alarm:
+        callbacks.append(Alarm(int(options.alarm[0]), options.alarm[1]))
     trainer = make_trainer(options.output_dir, *callbacks, dataloader_num_workers=options.workers)
     trainer.train(resume_from_checkpoint=True)
     print(digest(trainer))

@@ -80,13 +80,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path, expected: str, workers: str) -> None:
     chance = random.Random(int(workers))
     kills = 0
-    for number, step in enumerate((2, 9, 16, 22)):
-        marked = marks(tmp_path / f"marks-{number}")
-        process = start(tmp_path / "run", "--marks", str(marked), "--workers", workers)
-        wait_for_step(marked, step, process)
-        time.sleep(chance.random() * 0.1)  # in a step, an evaluation, or anywhere in a save
-        process.send_signal(signal.SIGKILL)
-        kills += finish(process)[0] == -signal.SIGKILL
+    for step in (2, 9, 16, 22):
+        after = 0.01 * (1 - chance.random())  # in a step, an evaluation, or anywhere in a save
+        process = start(tmp_path / "run", "--workers", workers, "--alarm", str(step), str(after))
+        kills += finish(process)[0] == -signal.SIGALRM
     assert kills >= 2
     code, out, err = finish(start(tmp_path / "run", "--workers", workers))
     assert code == 0, err

@@ -11,6 +11,12 @@ from trainer_kit.utils.membership_claim import MembershipClaim, MembershipPlace,
 from trainer_kit.utils.run_lock import NAME, RunLock
 
 
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets the claims that earlier tests of this process keep."""
+    monkeypatch.setattr("trainer_kit.utils.membership_claim._kept", set())
+
+
 def claim(folder: Path, number: int, after: int, needs_claim: bool = False, run: str = "run") -> MembershipClaim:
     return MembershipClaim(folder, "output_dir", MembershipPlace(run, number, after, needs_claim))
 

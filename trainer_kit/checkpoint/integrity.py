@@ -142,15 +142,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, kind: str, directo
         count = len(other["params"])
         holds = isinstance(group, dict) and group.get("params") == [*range(first, first + count)]
         file.require(holds, f"param_groups[{number}]", group, f"with the {count} parameters from {first} on")
-        names = group.get("param_names", [""] * count)
-        holds = isinstance(names, list) and len(names) == count and all(type(name) is str for name in names)
-        file.require(holds, f"param_groups[{number}].param_names", names, "a name for each parameter")
+        names, same = group.get("param_names"), [each.get("name") for each in other["params"]]
+        file.require(
+            (names or [None] * count) == same, f"param_groups[{number}].param_names", names, f"{same}, as described"
+        )
         _check_rates(file, group, other["rates"], number)
         _check_options(file, optimizer, group, number)
         first += count
-    numbers = [each for each in state["state"] if type(each) is int]
-    allowed = f"of the {first} parameters in param_groups"
-    file.require(all(0 <= each < first for each in numbers), "state", numbers, allowed)
+    keys = [*state["state"]]
+    holds = all(type(each) is int and 0 <= each < first for each in keys)
+    file.require(holds, "state", keys, f"with numbers of the {first} parameters in param_groups as keys")
 
 
 def _check_rates(file: CheckedFile, group: Mapping[str, Any], rates: Mapping[str, Any], number: int) -> None:
@@ -167,12 +168,10 @@ def _check_options(file: CheckedFile, optimizer: torch.optim.Optimizer, group: M
         if name not in optimizer.defaults or name not in own:
             continue
         if name not in group:
-            if name in _FLAGS:  # older torch versions had fewer flags
-                continue
             raise CheckpointError(f"{file.path} is damaged: it lacks param_groups[{number}].{name}")
         value, place = group[name], f"param_groups[{number}].{name}"
         if name in _FLAGS:
-            holds, allowed = value is None or (isinstance(value, int) and value in (0, 1)), "true or false"
+            holds, allowed = value is own[name] or (isinstance(value, int) and value in (0, 1)), "true or false"
         elif name in _PAIRS:
             holds, allowed = isinstance(value, (tuple, list)) and len(value) == len(own[name]), "two numbers"
             holds = holds and all(map(_is_number, value, own[name]))

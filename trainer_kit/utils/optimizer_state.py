@@ -215,10 +215,8 @@ def _check_package(optimizer: Optimizer, package: str | None) -> None:
 def _with_own_options(saved: Any, own: Any) -> Any:
     """Return the saved tree with the device options of this start's groups, at any depth."""
     if isinstance(saved, dict) and isinstance(own, dict):
-        return {
-            name: own[name] if name in _BY_DEVICE and name in own else _with_own_options(value, own.get(name))
-            for name, value in saved.items()
-        }
+        kept = {name: _with_own_options(value, own.get(name)) for name, value in saved.items()}
+        return kept | {name: own[name] for name in _BY_DEVICE if name in own}
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
         return [_with_own_options(one, other) for one, other in zip(saved, own, strict=True)]
     return saved

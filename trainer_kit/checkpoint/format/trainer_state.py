@@ -98,6 +98,13 @@ _ARGUMENTS: Mapping[str, Rule] = {
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _MEMBERSHIPS: Mapping[str, Rule] = {"entries": _LIST, "members": OBJECT, "full": _SIZE, "again": COUNT}
 _MEMBERSHIP: Mapping[str, Rule] = {"number": _SIZE, "machines": _SIZE, "processes": _SIZE}
+_HOSTS: Rule = (
+    lambda value: isinstance(value, (list, tuple)) and all(type(each) is str for each in value),
+    "a list of host names",
+)
+_MEMBERS: Mapping[str, Rule] = {
+    "machines": _SIZE, "processes": _SIZE, "launch": TEXT, "number": COUNT, "hosts": _HOSTS
+}  # fmt: skip
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
 _ORDER: dict[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
 _WORKER: Mapping[str, Rule] = {
@@ -156,6 +163,8 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
     file.check(trainer["plan"], _PLAN, "plan.")
     if "full_processes" in trainer["plan"]:  # earlier versions did not write it
         file.check(trainer["plan"], _FULL_SIZE, "plan.")
+        devices, samples = trainer["plan"]["devices"], trainer["plan"]["batch_size"]
+        file.require(samples % devices == 0, "plan.devices", devices, f"a divisor of batch_size={samples}")
     processes = trainer["plan"]["processes"]  # those that read samples of their own
     allowed = f"{manifest.world_size}, as the manifest says, or a divisor of it"
     file.require(manifest.world_size % processes == 0, "plan.processes", processes, allowed)
@@ -187,6 +196,9 @@ def read_ledger(directory: Path) -> dict[str, Any]:
         file.check(ledger["memberships"], _MEMBERSHIPS, "memberships.")
         for number, entry in enumerate(ledger["memberships"]["entries"]):
             file.check(entry, _MEMBERSHIP, f"memberships.entries[{number}].")
+        members = ledger["memberships"]["members"]
+        file.require(members.keys() <= _MEMBERS.keys(), "memberships.members", members, f"with {', '.join(_MEMBERS)}")
+        file.check(members, {name: _MEMBERS[name] for name in members}, "memberships.members.")  # without defaults
     return ledger
 
 
