@@ -32,6 +32,15 @@ def test_they_train_as_dicts_do(tmp_path: Path) -> None:
     assert one.run.state.samples == 44
 
 
+def test_samples_are_stacked_as_dicts_are(tmp_path: Path) -> None:
+    samples = TensorDict(
+        {name: torch.stack([row[name] for row in rows()]) for name in ("x", "labels")}, batch_size=[22]
+    )
+    one, _ = train(tmp_path / "a", samples)
+    other, _ = train(tmp_path / "b", rows())
+    assert weights(one) == weights(other)
+
+
 def test_they_split_by_their_batch_size() -> None:
     batch = batches(5)[0]
     assert samples_in(batch) == 5

@@ -88,6 +88,20 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert Missing.is_installed()
 
 
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Package):
+        name = "broken_tracker"
+        package = "broken_tracker"
+
+    (tmp_path / "broken_tracker.py").write_text("import a_module_that_is_missing")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sentence = (
+        r"'broken_tracker' needs the package .* failed \(ModuleNotFoundError: .*a_module_that_is_missing.*\); inst"
+    )
+    with pytest.raises(ImportError, match=sentence):
+        Broken().start()
+
+
 def test_a_tracker_needs_only_log() -> None:
     class Mine(Tracker):
         def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:

@@ -133,7 +133,8 @@ def _stack(values: list[Any], column: Any = None) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
         _check_columns(values)
-        return {key: _stack([value[key] for value in values], key) for key in first}
+        names = first.keys()  # a TensorDict cannot be iterated
+        return {name: _stack([value[name] for value in values], name) for name in names}
     if isinstance(first, tuple) and all(isinstance(value, tuple) and len(value) == len(first) for value in values):
         parts = [_stack(list(part), column) for part in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)

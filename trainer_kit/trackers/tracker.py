@@ -116,11 +116,17 @@ class PackageTracker(Tracker):
         """Begin a run, or continue that of `run_id`.
 
         Raises:
-            ImportError: If the package is not installed.
+            ImportError: If the package is not installed, or cannot be imported.
             RuntimeError: If the package cannot begin the run, such as without a login.
         """
         self.check_installed()
-        self.client = importlib.import_module(str(self.package))
+        try:
+            self.client = importlib.import_module(str(self.package))
+        except Exception as error:  # of the package's own code, or of a package that it needs
+            raise ImportError(
+                f"the tracker {self.name!r} needs the package {self.package!r}, whose import failed "
+                f"({type(error).__name__}: {error}); install it again, or leave the tracker out"
+            ) from error
         self.tracker = self.find_run()
         self._owns_run = self.tracker is None
         if self.tracker is None:
