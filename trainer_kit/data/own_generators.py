@@ -18,10 +18,6 @@ from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import mix
 
-_KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-_SHARED = (random._inst, np.random.mtrand._rand, torch.default_generator)
-"""The global generators, which `seed_generators` seeds."""
-
 _STDLIB = sysconfig.get_path("stdlib")
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
 _LONGEST = 100
@@ -89,12 +85,21 @@ def _generators(owners: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
             seen.add(id(value))
             if len(seen) > _MOST:
                 return
-            if isinstance(value, _KINDS):
-                if not (isinstance(value, random.SystemRandom) or any(value is each for each in _SHARED)):
+            if _is_generator(value):
+                if not (isinstance(value, random.SystemRandom) or _is_global(value)):
                     yield xxh3_64_intdigest(path.encode(errors="replace")), value
             else:
                 below += [(f"{path}/{name}", part) for name, part in _parts(value)]
         level = below
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (random.Random, torch.Generator, np.random.RandomState, np.random.Generator))
+
+
+def _is_global(generator: Any) -> bool:
+    """Return whether `seed_generators` seeds it."""
+    return any(generator is each for each in (random._inst, torch.default_generator, np.random.mtrand._rand))
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -128,7 +133,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
     for name in () if _is_installed(code.co_filename) else _globals_of(code):
         value = names.get(name)
-        if isinstance(value, _KINDS) or (isinstance(value, types.FunctionType) and value.__globals__ is names):
+        if _is_generator(value) or (isinstance(value, types.FunctionType) and value.__globals__ is names):
             yield name, value
 
 

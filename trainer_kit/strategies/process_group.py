@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import logging
 import multiprocessing.util
@@ -15,7 +16,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported early: later, its defaults would keep the group alive
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stub names fewer
 
 from trainer_kit.config import environment
@@ -86,6 +86,7 @@ class Membership:
             return cls.current
         owns_group, connections = not dist.is_initialized(), Connections()
         if owns_group:
+            importlib.import_module("torch.distributed.nn.functional")  # later, its defaults would keep the group alive
             store = _meet(place)
             _wait_for_all(store, place, location)
             # Host tensors use gloo on GPU machines too, so that the host does not wait for the GPU.
