@@ -36,7 +36,6 @@ def test_an_unknown_mode_is_refused(mode: Any) -> None:
         Precision(mode)
 
 
-@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9, of its own getter
 @pytest.mark.parametrize(("given", "expected"), [("high", "high"), ("medium", "medium"), (None, "highest")])
 def test_matrix_products_of_float32_have_the_precision_given(given: str | None, expected: str) -> None:
     before = torch.get_float32_matmul_precision()
