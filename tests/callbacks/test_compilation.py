@@ -96,6 +96,7 @@ def train(tmp_path: Path) -> Callable[..., list[str]]:
         trainer = Trainer(Net(), args, data, evaluated, callbacks=callbacks, strategy=Compiler())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", DeprecationWarning)  # an older matplotlib with a newer pyparsing
             trainer.train(resume)
         return [str(each.message) for each in caught]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
@@ -217,6 +218,8 @@ def _without_cast_cache(
     """Enter a context without autocast's cache: a recomputation would not find the cast of a weight used before."""
     entered.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
     torch.set_autocast_cache_enabled(False)
+    if _observers:
+        entered.enter_context(_WatchedResults())
     entered.enter_context(context)
     try:
         yield
@@ -292,15 +295,27 @@ def _buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator not in _SLOW or _draws(operator, args, kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    for observer in _observers:
-        observer(getattr(context, "op_output", None))  # torch 2.9 does not say
-    return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an attention has dropout: later dropout would differ if recomputation left it out."""
+def _is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether "save_matmuls" keeps the result of an operator.
+
+    Not that of an attention with dropout: later dropout would differ if recomputation left it out.
+    """
+    if operator not in _SLOW:
+        return False
     names = [each.name for each in operator._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return bool(given.get("dropout_p", 0.0))
+    return not given.get("dropout_p", 0.0)
+
+
+class _WatchedResults(TorchDispatchMode):
+    """Calls the observers with the results of a forward pass that "save_matmuls" keeps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            for observer in _observers:
+                observer(result)
+        return result

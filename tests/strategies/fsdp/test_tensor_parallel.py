@@ -143,7 +143,11 @@ def test_a_plan_of_ones_own_changes_no_number(tmp_path: Path, options: dict[str,
     [
         ("llama-one", "auto", "num_key_value_heads=1 of LlamaForCausalLM must be divisible by it"),
         ("llama-three", "auto", "num_attention_heads=3 of LlamaForCausalLM must be divisible by it"),
-        ("llama-odd", "auto", "'lm_head' has out_features=31, which 2 processes on the axis 'tensor' cannot divide"),
+        (
+            "llama-odd",
+            {"lm_head": "colwise_gather_output"},
+            "'lm_head' has out_features=31, which 2 processes on the axis 'tensor' cannot divide",
+        ),
         ("llama-narrow", "auto", "'model.layers.0.mlp.gate_proj' has out_features=33"),
         ("llama-tied", {"lm_head": "colwise_gather_output"}, "'lm_head' has a tied weight, which cannot be split"),
         ("llama", {"model.embed_tokens": "rowwise"}, "is a Embedding; only nn.Linear can be rowwise"),
