@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, StepLR
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
 
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.optim import (
@@ -481,6 +481,14 @@ def test_a_scheduler_class_is_called_or_refused_with_what_to_give() -> None:
         own_scheduler(transformers.get_cosine_schedule_with_warmup, optimizer)
     given = StepLR(optimizer, 3)
     assert own_scheduler(given, optimizer) is given
+
+    class ByEpoch:  # such as timm's schedulers
+        def step(self, epoch: int) -> None:
+            pass
+
+    with pytest.raises(TypeError, match=r"step\(\) of lr_scheduler=ByEpoch needs arguments \(.*'epoch'\), but is"):
+        own_scheduler(ByEpoch(), optimizer)
+    assert own_scheduler(ReduceLROnPlateau(optimizer), optimizer)
 
 
 def test_an_optimizer_class_is_refused_with_what_to_give() -> None:

@@ -355,7 +355,8 @@ def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the user's scheduler, calling it with the optimizer if it is a function or class.
 
     Raises:
-        TypeError: If the result is not a scheduler, or the function or class needs more than the optimizer.
+        TypeError: If the result is not a scheduler whose `step` needs no arguments, or the function or class needs more
+            than the optimizer.
     """
     made = given
     if isinstance(given, type) or (callable(given) and not hasattr(given, "state_dict")):
@@ -363,7 +364,22 @@ def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
         made = given(optimizer)
     if not hasattr(made, "step"):
         raise TypeError(f"lr_scheduler gave {made!r}; give a scheduler, or a function that returns one")
+    if not isinstance(made, ReduceLROnPlateau):
+        _check_steps_alone(made)
     return made
+
+
+def _check_steps_alone(scheduler: Any) -> None:
+    """Raise a TypeError unless a scheduler's `step` can be called without arguments, as after each optimizer step."""
+    try:
+        inspect.signature(scheduler.step).bind()
+    except ValueError:
+        return  # the signature is not known
+    except TypeError as error:
+        raise TypeError(
+            f"the step() of lr_scheduler={type(scheduler).__name__} needs arguments ({error}), but is called without "
+            "any after each optimizer step; give a scheduler of torch, such as LambdaLR"
+        ) from error
 
 
 def _check_takes_optimizer(function: Callable[..., Any]) -> None:
