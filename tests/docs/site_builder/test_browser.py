@@ -36,6 +36,12 @@ TOO_TALL = """
     return height > without + 10
 }).map(link => link.parentElement.textContent)
 """
+CUT_TEXTS = """
+[...document.querySelectorAll('.plot svg text, svg[role=img] text')].filter(text => {
+    const [shown, whole] = [text.ownerSVGElement, text].map(each => each.getBoundingClientRect())
+    return whole.left < shown.left - 1 || whole.right > shown.right + 1
+}).map(text => text.textContent)
+"""
 SHOWN_HEADS = """
 [...document.querySelectorAll('.md-typeset th')]
     .filter(head => head.getBoundingClientRect().width > 1).map(head => head.textContent)
@@ -99,12 +105,8 @@ def test_all_pages_fit_and_write_no_error(language: str, width: int, page: Page,
         page.requests.clear()
         page.open(path, width)
         fetched = [request for request in page.requests if request.startswith("http")]
-        if found := [
-            *page.messages,
-            *fetched,
-            *page.evaluate(TOO_WIDE),
-            *(page.evaluate(TOO_TALL) if width == 390 else ()),
-        ]:
+        checks = [TOO_WIDE, CUT_TEXTS, *([TOO_TALL] if width == 390 else [])]
+        if found := [*page.messages, *fetched, *(each for check in checks for each in page.evaluate(check))]:
             wrong[path.name] = found
     assert wrong == {}
 
