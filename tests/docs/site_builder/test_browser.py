@@ -44,7 +44,8 @@ CUT_TEXTS = """
 """
 SHOWN_HEADS = """
 [...document.querySelectorAll('.md-typeset th')]
-    .filter(head => head.getBoundingClientRect().width > 1).map(head => head.textContent)
+    .filter(head => [head, head.closest('thead')].every(each => getComputedStyle(each).clipPath === 'none'))
+    .map(head => head.textContent)
 """
 FOCUS = """
 (() => {
