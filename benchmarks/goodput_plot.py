@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-WIDTH, LEFT, RIGHT = 560, 66, 14
-HEIGHT, HEAD, FOOT, ENTRY = 210, 26, 40, 20
-"""Heights of a panel's plot, of its title, of the ticks below, and of an entry of the legend."""
+WIDTH, LEFT, RIGHT = 560, 92, 14
+HEIGHT, HEAD, FOOT, ENTRY = 210, 58, 44, 22
+"""Heights of a panel's plot, of the two lines of its title, of the ticks below, and of an entry of the legend.
+
+All leave room for the letters of 17 pixels that a phone shows.
+"""
 
 LOWEST, HIGHEST = 1e-4, 1.0
 TICKS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -40,7 +43,8 @@ def picture(goodputs: Mapping[str, Mapping[str, Sequence[float]]], gpus: Sequenc
 
 
 def _panel(title: str, ways: Mapping[str, Sequence[float]], gpus: Sequence[int], top: int) -> Iterator[str]:
-    yield f'<text y="{top + 16}" style="font-weight:bold">lost share of the time, simulated: {_text(title)}</text>'
+    yield f'<text y="{top + 16}" style="font-weight:bold">lost share of the time, simulated:</text>'
+    yield f'<text y="{top + 38}" style="font-weight:bold">{_text(title)}</text>'
     high, low = top + HEAD, top + HEAD + HEIGHT
     for tick in TICKS:
         y = _y(tick, high)
@@ -48,8 +52,8 @@ def _panel(title: str, ways: Mapping[str, Sequence[float]], gpus: Sequence[int],
         least = "≤ " if tick == LOWEST else ""
         yield f'<text x="{LEFT - 6}" y="{y + 4:g}" text-anchor="end">{least}{100 * tick:g} %</text>'
     for size in gpus:
-        yield f'<text x="{_x(size, gpus):g}" y="{low + 16}" text-anchor="middle">{size:,}</text>'
-    yield f'<text x="{WIDTH - RIGHT}" y="{low + 32}" text-anchor="end">GPUs</text>'
+        yield f'<text x="{_x(size, gpus):g}" y="{low + 18}" text-anchor="middle">{size:,}</text>'
+    yield f'<text x="{WIDTH - RIGHT}" y="{low + 36}" text-anchor="end">GPUs</text>'
     for number, values in enumerate(ways.values()):
         points = [f"{_x(size, gpus):g} {_y(1 - value, high):g}" for size, value in zip(gpus, values, strict=True)]
         yield f'<path d="M{"L".join(points)}" style="{_line(number)}"/>'

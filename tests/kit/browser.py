@@ -84,7 +84,7 @@ class Page:
 
     def press(self, key: str) -> None:
         """Presses a key."""
-        code = {"Tab": 9, "Enter": 13}[key]
+        code = {"Tab": 9, "Enter": 13, "Escape": 27}[key]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.call(

@@ -17,11 +17,41 @@ pytestmark = [
 
 SCHEME = "document.body.dataset.mdColorScheme"
 DIRECTIONS = "[...document.querySelectorAll('pre, code, .plot')].map(part => getComputedStyle(part).direction)"
-# Tables of many figures may scroll.
+# Tables of many figures may scroll, the page never.
 TOO_WIDE = """
-[document.documentElement, ...document.querySelectorAll('.md-typeset__scrollwrap')]
-    .filter(each => each.scrollWidth > each.clientWidth && !each.querySelector('th:nth-child(6)'))
+[
+    document.documentElement,
+    ...[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(each => !each.querySelector('th:nth-child(6)')),
+]
+    .filter(each => each.scrollWidth > each.clientWidth)
     .map(each => each.tagName + ' ' + each.textContent.trim().slice(0, 40))
+"""
+# Headings that are one line taller because of their link, which is invisible.
+TOO_TALL = """
+[...document.querySelectorAll('.headerlink')].filter(link => {
+    const height = link.parentElement.offsetHeight
+    link.style.display = 'none'
+    const without = link.parentElement.offsetHeight
+    link.style.display = ''
+    return height > without + 10
+}).map(link => link.parentElement.textContent)
+"""
+CUT_TEXTS = """
+[...document.querySelectorAll('.plot svg text, svg[role=img] text')].filter(text => {
+    const [shown, whole] = [text.ownerSVGElement, text].map(each => each.getBoundingClientRect())
+    return whole.left < shown.left - 1 || whole.right > shown.right + 1
+}).map(text => text.textContent)
+"""
+SHOWN_HEADS = """
+[...document.querySelectorAll('.md-typeset th')]
+    .filter(head => [head, head.closest('thead')].every(each => getComputedStyle(each).clipPath === 'none'))
+    .map(head => head.textContent)
+"""
+FOCUS = """
+(() => {
+    const { left, right, width } = document.activeElement.getBoundingClientRect()
+    return [document.activeElement.getAttribute('for') ?? '', width === 0 || left >= 0 && right <= innerWidth]
+})()
 """
 DIALOG = "[...document.body.children].map(each => each.shadowRoot).find(each => each)"
 RESULTS = f"[...{DIALOG}.querySelectorAll('li h2')].map(each => each.textContent)"
@@ -42,21 +72,42 @@ FIRST_CODE_AS_SHOWN = f"""
 """
 
 
+# How much the parts of a result that are not black stand out from the page.
+CONTRASTS = f"""
+(() => {{
+    const levels = color => color.match(/[\\d.]+/g).map(Number)
+    const page = levels(getComputedStyle(document.body).backgroundColor)
+    const luminance = color => color
+        .map(level => level / 255)
+        .map(level => level <= 0.04045 ? level / 12.92 : ((level + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, level, index) => sum + level * [0.2126, 0.7152, 0.0722][index], 0) + 0.05
+    return ['mark', '[id$="-path"]'].map(part => {{
+        const [red, green, blue, alpha = 1] = levels(getComputedStyle({DIALOG}.querySelector(part)).color)
+        const seen = [red, green, blue].map((level, index) => level * alpha + page[index] * (1 - alpha))
+        const [low, high] = [luminance(seen), luminance(page.slice(0, 3))].sort((a, b) => a - b)
+        return high / low
+    }})
+}})()
+"""
+
+
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
     with browser() as opened:
         yield opened
 
 
+@pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("language", ["en", "ar"])
-def test_all_pages_fit_and_write_no_error(language: str, page: Page, site: Path) -> None:
+def test_all_pages_fit_and_write_no_error(language: str, width: int, page: Page, site: Path) -> None:
     wrong = {}
     for path in sorted((site / language).rglob("*.html")):
         page.messages.clear()
         page.requests.clear()
-        page.open(path)
+        page.open(path, width)
         fetched = [request for request in page.requests if request.startswith("http")]
-        if found := [*page.messages, *fetched, *page.evaluate(TOO_WIDE)]:
+        checks = [TOO_WIDE, CUT_TEXTS, *([TOO_TALL] if width == 390 else [])]
+        if found := [*page.messages, *fetched, *(each for check in checks for each in page.evaluate(check))]:
             wrong[path.name] = found
     assert wrong == {}
 
@@ -146,6 +197,44 @@ def test_the_search_and_the_languages_need_no_mouse(language: str, word: str, pa
     page.wait_for(f"document.documentElement?.lang === '{other}' && document.readyState === 'complete'")
     named = page.evaluate("document.querySelector('.headerlink').title")
     assert named == {"en": "Link to this section", "ar": "رابط إلى هذا القسم"}[other]
+
+
+@pytest.mark.parametrize("language", ["en", "ar"])
+def test_a_phone_needs_no_touch(language: str, page: Page, site: Path) -> None:
+    page.open(site / language / "how-to" / "data.html", 390)
+    page.wait_for(f"{DIALOG} !== undefined")
+    passed = []
+    for _ in range(8):
+        page.press("Tab")
+        name, is_on_screen = page.evaluate(FOCUS)
+        assert is_on_screen
+        passed.append(name)
+    assert {"__drawer", "__search", "__toc"} <= {*passed}
+
+    opened = "document.querySelector('.md-sidebar--primary').contains(document.activeElement)"
+    page.evaluate("document.querySelector('.md-header__button[for=__drawer]').focus()")
+    page.press("Enter")
+    page.wait_for(opened)
+    page.press("Escape")
+    page.wait_for("document.activeElement.matches('.md-header__button[for=__drawer]')")
+    assert not page.evaluate("document.getElementById('__drawer').checked")
+    page.evaluate("document.querySelector('.md-header__button[for=__search]').focus()")
+    page.press("Enter")
+    page.wait_for(f"{DIALOG}.activeElement?.matches('input')")
+
+
+def test_on_a_phone_tables_are_named_by_their_first_head(page: Page, site: Path) -> None:
+    page.open(site / "en" / "explanation" / "performance.html", 390)
+    assert {"MLP", "BERT", "GPT-2"} <= {*page.evaluate(SHOWN_HEADS)}
+    page.open(site / "en" / "reference" / "command-line.html", 390)
+    assert {"exit code", "meaning"} <= {*page.evaluate(SHOWN_HEADS)}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_results_of_a_search_stand_out_from_the_page(dark: bool, page: Page, site: Path) -> None:
+    page.open(site / "en" / "index.html", 1280, dark)
+    search(page, "gradient")
+    assert min(page.evaluate(CONTRASTS)) >= 4.5
 
 
 def test_the_filter_leaves_the_rows_that_have_the_words(page: Page, site: Path) -> None:

@@ -13,6 +13,25 @@ addEventListener("load", () => {
     new ResizeObserver(() => { if (code.scrollWidth > code.clientWidth) code.tabIndex = 0 }).observe(code)
   }
 })
+// On a small screen, labels open the navigation, the search and the table of contents; buttons do so for the keyboard too.
+for (const label of document.querySelectorAll("label:is(.md-header__button, .md-sidebar-button):is([for=__drawer], [for=__search], [for=__toc])")) {
+  const button = document.createElement("button")
+  const input = label.control
+  button.type = "button"
+  for (const { name, value } of label.attributes) button.setAttribute(name, value) // the theme's style selects by them
+  if (input.id === "__toc") button.ariaLabel = document.querySelector("label.md-nav__title[for=__toc]").textContent.trim()
+  button.append(...label.childNodes)
+  button.addEventListener("click", () => input.click())
+  label.replaceWith(button)
+}
+const drawer = document.getElementById("__drawer")
+drawer.addEventListener("change", () => {
+  const opener = document.querySelector(".md-header__button[for=__drawer]")
+  opener.ariaExpanded = drawer.checked
+  const target = drawer.checked ? document.querySelector(".md-sidebar--primary a") : opener
+  target.focus()
+})
+addEventListener("keydown", ({ key }) => { if (key === "Escape" && drawer.checked) drawer.click() })
 // On a phone each row of a table is a list, whose entries begin with the head of their column.
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
   const heads = [...table.tHead?.rows[0]?.cells ?? []].map(cell => cell.textContent.trim())

@@ -12,6 +12,15 @@ const words = {
 const style = `
   code { direction: ltr; unicode-bidi: isolate; }
   [aria-label="Filters"] { display: none; } /* of tags, which no page has */
+  [role=listbox]:empty { display: none; }
+  [role=option] h2 { overflow-wrap: anywhere; }
+  [role=option] mark { color: var(--md-typeset-a-color); }
+  [role=option] [id$="-path"] { color: rgb(var(--color-foreground) / .7); }
+  [role=option] [id$="-path"] li { white-space: normal; }
+  @media (max-width: 740px) { /* the dialog fills the screen, and its magnifier is the button that closes it */
+    button > .lucide-search { display: none; }
+    button:has(> .lucide-search)::after { content: "×"; color: rgb(var(--color-foreground) / .7); font-size: 26px; }
+  }
 `
 
 function translate(root) {
