@@ -219,7 +219,7 @@ def _without_cast_cache(
     entered.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
     torch.set_autocast_cache_enabled(False)
     if _observers:
-        entered.enter_context(_WatchedResults())
+        entered.enter_context(_WatchedResults())  # type: ignore[no-untyped-call]
     entered.enter_context(context)
     try:
         yield
