@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def _repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "git init -q .", "git config user.email a@b.c", "git config user.name a", "dvc init -q",
         "git commit -q --allow-empty -am begin",
     ):  # fmt: skip
-        subprocess.run(["python", "-m", *command.split()] if command[0] == "d" else command.split(), check=True)
+        subprocess.run([sys.executable, "-m", *command.split()] if command[0] == "d" else command.split(), check=True)
 
 
 def history(tag: str) -> list[tuple[int, float]]:
@@ -42,7 +43,7 @@ def test_a_training_and_its_resume() -> None:
     trainer.train(resume_from_checkpoint=True)
     trainer.evaluate()
     assert history("train/loss") == list(losses(Path("run")).items())
-    assert [step for step, _ in history("eval/loss")] == [3, 4, 6, 6]
+    assert [step for step, _ in history("eval/loss")] == [3, 6, 6]
     parameters = yaml.safe_load(Path("dvclive/params.yaml").read_text())
     assert (parameters["learning_rate"], "max_grad_value" in parameters) == (0.1, False)
     assert json.loads(Path("dvclive/metrics.json").read_text())["step"] == 6

@@ -35,10 +35,9 @@ class ClearMLTracker(PackageTracker):
             "reuse_last_task_id": False,
         }
         if self.run_id is not None:
-            options["continue_last_task"] = self.run_id
-        task = self.client.Task.init(**options | self.options)
-        task.set_initial_iteration(0)  # else a continued task adds its last step to each step
-        return task
+            # An offset of 0: else a continued task adds its last step to each step.
+            options |= {"reuse_last_task_id": self.run_id, "continue_last_task": 0}
+        return self.client.Task.init(**options | self.options)
 
     def read_id(self) -> str | None:
         return str(self.tracker.id)

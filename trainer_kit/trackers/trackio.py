@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class TrackioTracker(PackageTracker):
         self.tracker.log(dict(values), step=step, **kwargs)
 
     def upload(self, path: Path, name: str, kind: str) -> None:
-        self.client.log_artifact(str(path), name=f"{name}-{self.run_id}", type=kind)
+        allowed = re.sub(r"[^A-Za-z0-9._-]", "-", f"{name}-{self.run_id}")  # trackio refuses other characters
+        self.client.log_artifact(str(path), name=allowed, type=kind)
 
     def end_run(self) -> None:
         self.tracker.finish()
