@@ -22,7 +22,8 @@ def packages() -> str:
     oldest = dict(
         re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join([setup["options"]["install_requires"], *extras(setup)]), re.M)
     )
-    named = re.findall(r"^([\w.-]+)>=", setup["options.extras_require"]["ecosystem"], re.MULTILINE)
+    both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers"))
+    named = re.findall(r"^([\w.-]+)>=", both, re.MULTILINE)
     newest = tried()
     names = [*NEEDED, *sorted({*COMPARED, *named}, key=str.lower)]
     return table(["package", "oldest", "newest tried"], [[f"`{name}`", oldest[name], newest[name]] for name in names])
