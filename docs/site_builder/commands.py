@@ -56,7 +56,7 @@ def _section(command: Command) -> str:
     level = "#" * len(command.words)
     usage = command.parser.format_usage().removeprefix("usage: ").strip()
     parts = [f"{level} {name} {{ #{anchor_of(command)} }}", f"```text\n{usage}\n```", _description(command)]
-    if rows := [[_names(command, each), _help(each)] for each in options_of(command.parser)]:
+    if rows := [[_names(command, each), _help(command, each)] for each in options_of(command.parser)]:
         parts.append(table(["argument", "meaning"], rows))
     if len(command.words) == 2:
         rows = [[code(number), meaning] for number, meaning in COMMANDS[command.words[1]].EXIT_CODES.items()]
@@ -70,9 +70,10 @@ def _description(command: Command) -> str:
     return re.sub(r"(?m)((?:^ {2}.*\n?)+)", lambda lines: f"```text\n{lines[1].rstrip()}\n```\n", text)
 
 
-def _help(action: argparse.Action) -> str:
-    """Return the help of an argument, without the folder of the user who builds the site."""
-    return (action.help or "").replace(str(default_path()), "`~/.config/trainer_kit/default_config.yaml`")
+def _help(command: Command, action: argparse.Action) -> str:
+    """Return the help of an argument with its default, without the folder of the user who builds the site."""
+    text = command.parser._get_formatter()._expand_help(action) if action.help else ""
+    return text.replace(str(default_path()), "`~/.config/trainer_kit/default_config.yaml`")
 
 
 def _names(command: Command, action: argparse.Action) -> str:

@@ -24,6 +24,12 @@ def test_options_stand_with_their_values_and_meaning() -> None:
     assert str(Path.home()) not in page
 
 
+def test_defaults_stand_in_the_help() -> None:
+    page = command_line()
+    assert "steps to compare (default: 20)" in page
+    assert "%(" not in page
+
+
 def test_each_exit_code_has_a_meaning() -> None:
     page = exit_codes()
     for name, command in COMMANDS.items():

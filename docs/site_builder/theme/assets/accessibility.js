@@ -32,6 +32,10 @@ drawer.addEventListener("change", () => {
   target.focus()
 })
 addEventListener("keydown", ({ key }) => { if (key === "Escape" && drawer.checked) drawer.click() })
+// Long names break at their dots and underscores.
+for (const name of document.querySelectorAll(".doc-object-name")) {
+  name.replaceChildren(...name.textContent.split(/(?<=[._])/).flatMap(part => [part, document.createElement("wbr")]))
+}
 // On a phone each row of a table is a list, whose entries begin with the head of their column.
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
   const heads = [...table.tHead?.rows[0]?.cells ?? []].map(cell => cell.textContent.trim())
