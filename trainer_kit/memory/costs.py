@@ -32,9 +32,9 @@ COSTS = (
     Cost("mixed precision with a float32 master copy", 6, "weights", f"4 + 2, kept all the time: {_MIXED}"),
     Cost(
         "autocast's copies of float32 weights", 2, "casts",
-        "beside the 4 of the weights, for those of matrix products and convolutions alone, from their use in a forward "
-        "pass to that in the backward pass: documentation of torch.autocast (cache_enabled); frozen ones are cast at "
-        "each use and not kept by the cache",
+        "in addition to the 4 of the weights, for those of matrix products and convolutions alone, from their use in "
+        "a forward pass to that in the backward pass: documentation of torch.autocast (cache_enabled); frozen ones are "
+        "cast at each use and not kept by the cache",
     ),
     Cost("float32 gradients", 4, "gradients", f"one number a trainable parameter, in its dtype: {_ZERO}"),
     Cost("AdamW", 8, "optimizer", f"two moments in float32: Kingma and Ba 2015, Adam, algorithm 1; {_ZERO}"),
