@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,13 @@ def test_memory_is_counted_and_limited() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             torch.zeros(4096, dtype=torch.uint8, device="cuda")
         assert torch.zeros(2048, dtype=torch.uint8, device="cuda").sum() + one == 1
+
+
+def test_a_thread_that_ends_later_leaves_no_mode() -> None:
+    may_end = threading.Event()
+    with fake_cuda():
+        thread = threading.Thread(target=may_end.wait, args=(60,))
+        thread.start()
+    may_end.set()
+    thread.join(60)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()

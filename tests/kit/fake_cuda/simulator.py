@@ -36,8 +36,12 @@ def fake_cuda(count: int = 1, memory: int | None = None) -> Iterator[Gpus]:
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
-        with Calls(gpus), Operators(gpus):
-            yield
+        try:
+            with Calls(gpus), Operators(gpus):
+                yield
+        finally:
+            if gpus.has_ended:
+                _forget_modes()
 
     with pytest.MonkeyPatch.context() as patches, modes():
         replace_tensor_methods(gpus, patches)
@@ -50,6 +54,17 @@ def fake_cuda(count: int = 1, memory: int | None = None) -> Iterator[Gpus]:
             yield gpus
         finally:
             gpus.has_ended = True
+
+
+def _forget_modes() -> None:
+    """Let torch know that no mode is active.
+
+    It keeps that in globals, as if the modes of all threads ended in the order in which they began. A global that stays
+    true keeps torch.compile from compiling.
+    """
+    for name, value in vars(torch.utils._python_dispatch).items():
+        if name.startswith("_is_in_") and value is True:
+            setattr(torch.utils._python_dispatch, name, False)
 
 
 def _properties(index: int) -> types.SimpleNamespace:
