@@ -61,6 +61,8 @@ task.close()
 
 def run(tmp_path: Path, body: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The task and its events."""
+    # Else its client forks a process for its reports, and now and then waits for it without end.
+    (tmp_path / "clearml.conf").write_text("sdk { development { report_use_subprocess: false } }")
     tests = str(Path(__file__).parents[1])
     env = {**os.environ, "HOME": str(tmp_path), "CLEARML_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", SCRIPT.format(body=body), tests]
