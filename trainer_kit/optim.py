@@ -371,11 +371,7 @@ def own_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 def _check_steps_alone(scheduler: Any) -> None:
     """Raise a TypeError unless a scheduler's `step` can be called without arguments, as after each optimizer step."""
-    try:
-        inspect.signature(scheduler.step).bind()
-    except ValueError:
-        return  # the signature is not known
-    except TypeError as error:
+    if (error := _misfit(scheduler.step)) is not None:
         raise TypeError(
             f"the step() of lr_scheduler={type(scheduler).__name__} needs arguments ({error}), but is called without "
             "any after each optimizer step; give a scheduler of torch, such as LambdaLR"
@@ -384,13 +380,20 @@ def _check_steps_alone(scheduler: Any) -> None:
 
 def _check_takes_optimizer(function: Callable[..., Any]) -> None:
     """Raise a TypeError unless a function or class can be called with an optimizer alone."""
-    try:
-        inspect.signature(function).bind(None)
-    except ValueError:
-        return  # the signature is not known
-    except TypeError as error:
+    if (error := _misfit(function, None)) is not None:
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
             f"lr_scheduler={name} cannot be called with the optimizer alone ({error}); give a function such as "
             f"lambda optimizer: {name}(optimizer, …)"
         ) from error
+
+
+def _misfit(function: Callable[..., Any], *arguments: Any) -> TypeError | None:
+    """Return why a function cannot be called with these arguments; None if it can, or its signature is not known."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:
+        return None
+    except TypeError as error:
+        return error
+    return None
