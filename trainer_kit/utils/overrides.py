@@ -159,8 +159,10 @@ def check_class(kind: type, base: type) -> None:
         base: trainer_kit's Trainer, which is `kind` or one of its bases.
 
     Raises:
-        TypeError: If `kind` or one of its bases defines a name of `REPLACEMENTS`.
+        TypeError: If `kind` or one of its bases defines a name of `REPLACEMENTS`, or is transformers' Trainer.
     """
+    if any(each.__name__ == "Trainer" and each.__module__.startswith("transformers.") for each in kind.__mro__):
+        raise TypeError(f"{kind.__name__} derives from transformers' Trainer too; derive it from trainer_kit's alone")
     found = {}
     for name in REPLACEMENTS:
         owner = next((each for each in kind.__mro__ if name in vars(each)), None)

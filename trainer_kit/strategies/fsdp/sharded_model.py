@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import Parameter
+from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.strategies.collectives import Collectives
@@ -25,6 +26,9 @@ from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
 from trainer_kit.utils.units import join_names
+
+_REPLACES_PARTS = TorchVersion(torch.__version__) < "2.10"
+"""Whether the first gathering replaces the parts of weights that do not divide evenly."""
 
 
 class ShardedModel:
@@ -80,6 +84,10 @@ class ShardedModel:
         if any(value.is_meta for value in _tensors(module).values()):
             module.to_empty(device=device)
             tie_again(module, ties)
+        if _REPLACES_PARTS:
+            for each in self._units:  # before anything holds the parts
+                each.unshard()
+                each.reshard()
         now = dict(module.named_parameters())
         self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
         self._named = now

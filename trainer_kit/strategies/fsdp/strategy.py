@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.config.compile_options import CompileOptions
@@ -372,5 +373,10 @@ def _checked_mesh(mesh: Mapping[str, int] | None, processes: int) -> dict[str, i
         raise ValueError(
             f"mesh={dict(mesh)!r} is for {math.prod(mesh.values())} processes, but this run has {processes}; the "
             "product of its sizes must be the number of processes"
+        )
+    if min(mesh.get("shard", 1), mesh.get("tensor", 1)) > 1 and TorchVersion(torch.__version__) < "2.10":
+        raise ValueError(
+            f"mesh={dict(mesh)!r} has the axes 'shard' and 'tensor', but torch {torch.__version__} puts "
+            "such parts of weights together in the wrong order; use torch 2.10 or newer"
         )
     return {name: mesh.get(name, 1) for name in _AXES if name in mesh or name == "shard"}
