@@ -49,7 +49,7 @@ def test_a_field_without_effect_says_so_once(kind: type[Any], name: str) -> None
         ({"comm_wrapper": DDPCommunicationHookType.FP16}, "comm_wrapper has no effect without comm_hook"),
         (
             {"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 2}},
-            "comm_state_option has no effect without a comm_hook of PowerSGD",
+            "comm_state_option has no effect without comm_hook='power_sgd'",
         ),
     ],
 )

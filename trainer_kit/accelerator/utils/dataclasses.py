@@ -199,9 +199,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         none, given = DDPCommunicationHookType.NO, self.to_kwargs()
         if "comm_wrapper" in given and self.comm_hook == none:
             warn("DistributedDataParallelKwargs: comm_wrapper has no effect without comm_hook")
-        sgd = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
-        if "comm_state_option" in given and self.comm_hook not in sgd:
-            warn("DistributedDataParallelKwargs: comm_state_option has no effect without a comm_hook of PowerSGD")
+        if "comm_state_option" in given and self.comm_hook != DDPCommunicationHookType.POWER_SGD:
+            warn("DistributedDataParallelKwargs: comm_state_option has no effect without comm_hook='power_sgd'")
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `DDP`."""
