@@ -17,6 +17,7 @@ import torch
 from trainer_kit._version import __version__
 from trainer_kit.callback import Callback
 from trainer_kit.errors import CutOffError, FolderInUseError
+from trainer_kit.report.provenance import describe_data, hub_metadata
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.run_log import FORMAT, NAME, append_record, read_log
 from trainer_kit.utils.write_errors import WriteErrors
@@ -39,8 +40,9 @@ class JsonLines(Callback):
 
     - "log", "evaluate", "predict": a record or metrics. "save": the `directory` of a checkpoint.
     - "start": begins each start and restart. A reader must skip earlier lines of a greater step. Fields: the version
-      of this `format`, the time when this start `began`, the `environment`, the `arguments`, and the number of
-      `parameters` of the model and of `trainable` ones.
+      of this `format`, the time when this start `began`, the `environment`, the `arguments`, the number of
+      `parameters` of the model and of `trainable` ones, what a `model_card` says of the model, and the size, name and
+      split of the `data` as far as they are known.
     - "membership": other machines or processes train on. Fields: those of a membership.
     - "rollback": the run returned to a checkpoint. A reader must skip earlier lines of a greater step here too.
     - "warning": the `message` and `source` of a Python warning, or of a warning or error logged by trainer_kit. The
@@ -77,6 +79,8 @@ class JsonLines(Callback):
             environment=_environment(run),
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
+            model_card=hub_metadata(run.model),
+            data=describe_data(run.train_dataset, run.eval_dataset),
             arguments=run.args.to_dict(),
         )
         self._write_membership(run)
@@ -193,8 +197,9 @@ def _ending(run: Run) -> dict[str, Any]:
 def _environment(run: Run) -> dict[str, Any]:
     """Return versions, host, process, device and precision of the run."""
     strategy = run.strategy
-    transformers = sys.modules.get("transformers")
-    versions = {"CUDA": torch.version.cuda, "transformers": transformers and transformers.__version__}
+    packages = ("transformers", "peft", "datasets")  # where they are imported
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    versions = {"CUDA": torch.version.cuda, **loaded}
     return {
         "trainer_kit": __version__,
         "Python": platform.python_version(),

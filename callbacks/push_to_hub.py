@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.callback import Callback
 from trainer_kit.report.card import model_card
 from trainer_kit.utils.run_log import NAME
-from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -26,7 +25,6 @@ _CHECKPOINT = "last-checkpoint"
 _STAGED = ".push-"
 _NOT_OF_THE_MODEL = ("state", "manifest.json", "arguments.json")
 _WEIGHTS = re.compile(r"[^/]*\.safetensors(\.index\.json)?|last-checkpoint/.*")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class PushToHub(Callback):
@@ -39,15 +37,18 @@ class PushToHub(Callback):
 
     Args:
         repo_id: Name of the repository, such as "me/my-model"; created if missing.
-        private: Whether a new repository is private; None: as the account or organization has it.
+        private: Whether a new repository is private; None: as the account or organization has it. With True, nothing is
+            pushed to a repository that exists and is public.
         token: Token with the right to write; None: the one that `hf auth login` stored, or that of `HF_TOKEN`.
         revision: Branch to push to; None: the main one.
+        every_save: Whether to push each checkpoint's model; False: only the final one.
         checkpoints: Whether to push the whole newest checkpoint too, as the folder "last-checkpoint", from which
             another machine can resume.
         **metadata: Fields of the model card, such as `license="mit"`; see `trainer_kit.report.card.model_card`.
 
     Raises:
-        ValueError: When training begins, if the Hub refuses the name or the token.
+        ValueError: When training begins, if the Hub refuses the name or the token, or the repository is public and
+            must be private.
     """
 
     priority = 210  # after Report, when the log is complete
@@ -59,6 +60,7 @@ class PushToHub(Callback):
         private: bool | None = None,
         token: str | None = None,
         revision: str | None = None,
+        every_save: bool = True,
         checkpoints: bool = False,
         **metadata: Any,
     ) -> None:
@@ -68,6 +70,7 @@ class PushToHub(Callback):
         self._api = HfApi(token=token, library_name="trainer_kit")
         self._private = private
         self._revision = revision
+        self._every_save = every_save
         self._checkpoints = checkpoints
         self._metadata = metadata
         self._has_repo = False
@@ -77,7 +80,9 @@ class PushToHub(Callback):
         self._newest: Path | None = None
 
     def on_train_begin(self, run: Run) -> None:
-        self._push = self._pushed = self._newest = None
+        self._push = self._pushed = None
+        resumed = Path(run.args.output_dir) / f"checkpoint-{run.state.step}"
+        self._newest = resumed if run.state.step and resumed.is_dir() else None  # it may not have been pushed
         run.strategy.collectives.on_main(self._check_repo)
         if run.strategy.is_main:
             for left in Path(run.args.output_dir).glob(f"{_STAGED}*"):  # of a run that was killed
@@ -88,7 +93,7 @@ class PushToHub(Callback):
         if run.strategy.is_main:
             if directory == self._pushed:  # saved again, after a rollback
                 self._pushed = None
-            if self._push is None or self._push.done():
+            if self._every_save and (self._push is None or self._push.done()):
                 self._begin(run, directory)
 
     def on_exit(self, run: Run) -> None:
@@ -113,18 +118,22 @@ class PushToHub(Callback):
         best = Path(run.args.output_dir) / f"checkpoint-{run.state.best_step}"
         return best if run.args.load_best_model_at_end and best.is_dir() else self._newest
 
-    def _make_repo(self) -> None:
+    def _make_repo(self) -> str | None:
+        """Create the repository, or return why nothing may be pushed to the one that exists."""
         self._api.create_repo(self.repo_id, private=self._private, exist_ok=True)
         if self._revision is not None:
             self._api.create_branch(self.repo_id, branch=self._revision, exist_ok=True)
+        if self._private and not self._api.repo_info(self.repo_id).private:
+            return f"repo_id={self.repo_id!r} is public; make it private in its settings, or leave private=True out"
         self._has_repo = True
+        return None
 
     def _check_repo(self) -> None:
         """Create the repository; raise an error if the Hub refuses that, and warn if it cannot be reached."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
-            self._make_repo()
+            refusal = self._make_repo()
         except (HFValidationError, HfHubHTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", 400)
             if status >= 500:
@@ -136,6 +145,9 @@ class PushToHub(Callback):
             ) from error
         except Exception as error:  # whatever the client raises without a network
             self._warn(error)
+        else:
+            if refusal is not None:
+                raise ValueError(refusal)
 
     def _begin(self, run: Run, directory: Path) -> None:
         """Begin the push of a checkpoint, whose files may be removed or replaced meanwhile.
@@ -151,7 +163,7 @@ class PushToHub(Callback):
             shutil.rmtree(staged, ignore_errors=True)
             raise
         log = Path(run.args.output_dir) / NAME
-        metadata = {"model_name": self.repo_id.rpartition("/")[2]} | _metadata(run.model) | self._metadata
+        metadata = {"model_name": self.repo_id.rpartition("/")[2]} | self._metadata
         self._push = self._thread.submit(self._commit, staged, directory, log, metadata)
 
     def _commit(self, staged: Path, directory: Path, log: Path, metadata: dict[str, Any]) -> None:
@@ -159,8 +171,8 @@ class PushToHub(Callback):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
-            if not self._has_repo:
-                self._make_repo()
+            if not self._has_repo and (refusal := self._make_repo()) is not None:
+                raise ValueError(refusal)
             files = {path.relative_to(staged).as_posix(): path for path in staged.rglob("*") if path.is_file()}
             contents: dict[str, Any] = dict(files)
             if log.exists():
@@ -198,8 +210,11 @@ class PushToHub(Callback):
 
 def _in_a_line(error: BaseException) -> str:
     """Return an error and what caused it in one line, without the client's advice after the first one."""
-    line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return line if error.__cause__ is None else f"{line} ({_in_a_line(error.__cause__)})"
+    first, answer = str(error).partition("\n")[0], getattr(error, "server_message", None)
+    line = f"{type(error).__name__}: {first}" + (f": {answer}" if answer and answer not in first else "")
+    cause = error.__cause__
+    is_new = cause is not None and str(cause).partition("\n")[0] not in line
+    return f"{line} ({_in_a_line(cause)})" if cause is not None and is_new else line
 
 
 @contextlib.contextmanager
@@ -215,15 +230,6 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
-
-
-def _metadata(model: Any) -> dict[str, Any]:
-    """Return what a model tells of itself for the metadata of its card."""
-    if not is_transformers_model(model):
-        return {}
-    base = loaded_from(model) or ""
-    is_on_hub = _HUB_NAME.fullmatch(base) and not Path(base).exists()
-    return {"library_name": "transformers"} | ({"base_model": base} if is_on_hub else {})
 
 
 def _stage(directory: Path, staged: Path, whole: bool) -> None:

@@ -19,11 +19,10 @@ def packages() -> str:
     """Return the table of packages with the oldest supported and the newest tried version, of setup.cfg and CI."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    oldest = dict(
-        re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join([setup["options"]["install_requires"], *extras(setup)]), re.M)
-    )
-    both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers"))
-    named = re.findall(r"^([\w.-]+)>=", both, re.MULTILINE)
+    required = "\n".join([setup["options"]["install_requires"], *extras(setup)])
+    oldest = dict(re.findall(r"^([\w.-]+)(?:\[.*\])?>=([\w.]+)", required, re.MULTILINE))
+    both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers", "ray"))
+    named = re.findall(r"^([\w.-]+)(?:\[.*\])?>=", both, re.MULTILINE)
     newest = tried()
     names = [*NEEDED, *sorted({*COMPARED, *named}, key=str.lower)]
     return table(["package", "oldest", "newest tried"], [[f"`{name}`", oldest[name], newest[name]] for name in names])

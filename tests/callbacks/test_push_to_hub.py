@@ -198,8 +198,10 @@ def test_what_the_hub_refuses_is_an_error_before_training(
     hub: HubServer, tmp_path: Path, repo: str, token: str
 ) -> None:
     trainer = make_trainer(tmp_path / "run", PushToHub(repo, token=token))
-    with pytest.raises(Exception, match=rf"repo_id='{repo}'.*`hf auth login`"):
+    with pytest.raises(Exception, match=rf"repo_id='{repo}'.*`hf auth login`") as raised:
         trainer.train()
+    assert ("Invalid username or password" in str(raised.value)) == (token != TOKEN)
+    assert "\n" not in str(raised.value)
     assert trainer.run.state.step == 0
 
 
@@ -209,6 +211,40 @@ def test_a_run_without_checkpoints_has_nothing_to_push(
     with caplog.at_level(logging.WARNING, "trainer_kit"):
         make_trainer(tmp_path / "run", push(), save_strategy="no").train()
     assert "nothing was pushed to me/tiny: the run saved no checkpoint; see save_strategy" in caplog.text
+
+
+def test_only_the_final_model_is_pushed_on_request(hub: HubServer, tmp_path: Path) -> None:
+    make_trainer(tmp_path / "run", push(every_save=False)).train()
+    assert [commit[2] for commit in hub.commits] == ["Model of checkpoint-8"]
+    assert "model.safetensors" in hub.files[REPO]
+
+
+def test_a_private_repository(hub: HubServer, tmp_path: Path) -> None:
+    make_trainer(tmp_path / "run", push(private=True)).train()
+    assert REPO in hub.private
+    make_trainer(tmp_path / "again", push(private=True)).train()
+    hub.private.clear()
+    commits = len(hub.commits)
+    trainer = make_trainer(tmp_path / "public", push(private=True))
+    with pytest.raises(Exception, match="repo_id='me/tiny' is public; make it private in its settings"):
+        trainer.train()
+    assert (trainer.run.state.step, len(hub.commits)) == (0, commits)
+
+
+def test_a_finished_run_pushes_its_model_where_the_push_had_failed(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.is_down = True
+    make_trainer(tmp_path / "run", push()).train()
+    assert REPO not in hub.files
+    hub.is_down = False
+    caplog.clear()
+    trainer = make_trainer(tmp_path / "run", push())
+    with caplog.at_level(logging.WARNING, "trainer_kit"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "saved no checkpoint" not in caplog.text
+    assert hub.commits[-1][2] == "Model of checkpoint-8"
+    assert same(loaded(download(tmp_path / "cache")), trainer.run.model)
 
 
 def test_what_a_killed_run_had_staged_is_removed(hub: HubServer, tmp_path: Path) -> None:

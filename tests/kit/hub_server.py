@@ -25,6 +25,7 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, dict[str, bytes]] = {}
+        self.private: set[str] = set()
         self.commits: list[tuple[str, str, str]] = []
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -75,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.server.files:
             return self._answer({"error": "exists", "url": f"{self.server.url}/{name}"}, 409)
         self.server.files[name] = {".gitattributes": b""}
+        if values.get("private") or values.get("visibility") == "private":  # by the release of the client
+            self.server.private.add(name)
         return self._answer({"url": f"{self.server.url}/{name}", "name": name})
 
     def repo_info(self, body: bytes, repo: str, revision: str | None = None) -> None:
@@ -83,7 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
         siblings = [{"rfilename": name} for name in files]
         sha = f"{len(self.server.commits):040x}"
-        return self._answer({"id": repo, "sha": sha, "private": False, "siblings": siblings, "tags": []})
+        return self._answer(
+            {"id": repo, "sha": sha, "private": repo in self.server.private, "siblings": siblings, "tags": []}
+        )
 
     def tree(self, body: bytes, repo: str, revision: str) -> None:
         files = self.server.files[repo]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import EvalResult
 from kit.run_logs import eventful, finished
 
 from trainer_kit.report.card import model_card
@@ -51,6 +53,31 @@ def test_the_base_model_is_linked(tmp_path: Path) -> None:
     assert front["base_model"] == "google/bert"
     assert "# mine\n" in text
     assert "from [google/bert](https://huggingface.co/google/bert)" in text
+
+
+def test_what_the_log_says_of_model_and_data(tmp_path: Path) -> None:
+    data = {"training": {"samples": 25000, "name": "imdb", "split": "train"}, "evaluation: b": {"batches": 9}, "c": {}}
+    about = {"library_name": "peft", "base_model": "google/bert"}
+    folder = eventful(tmp_path / "run")
+    log = folder / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    lines = [line | {"data": data, "model_card": about} if line["event"] == "start" else line for line in lines]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    front, text = parts(model_card(folder))
+    assert (front["library_name"], front["base_model"]) == ("peft", "google/bert")
+    assert "from [google/bert](https://huggingface.co/google/bert)" in text
+    assert "| Training | 25,000 samples | imdb, split train |" in text
+    assert "| Evaluation: b | 9 batches |  |" in text
+    assert "| C | not known |  |" in text
+    assert parts(model_card(folder, library_name="mine"))[0]["library_name"] == "mine"
+
+
+def test_metadata_of_the_user(tmp_path: Path) -> None:
+    result = EvalResult("t", "d", "n", "f1", 0.5)
+    given = {"tags": "mine", "pipeline_tag": "text-generation", "datasets": "d", "eval_results": [result]}
+    front, _ = parts(model_card(eventful(tmp_path / "run"), **given))
+    assert front["tags"] == ["mine", "trainer_kit", "generated_from_trainer"]
+    assert [each["type"] for each in front["model-index"][0]["results"][0]["metrics"]] == ["f1"]
 
 
 def test_emissions_of_all_starts_are_summed(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def test_an_unknown_hook(hook: tuple[str, str, dict[str, Any]]) -> None:
         DDP(comm_hook=hook)
 
 
+def test_a_hook_that_fails_in_torch_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="'batched_power_sgd' fails in torch; use 'power_sgd'"):
+        DDP(comm_hook=("batched_power_sgd", "no", {}))
+
+
 def test_two_ways_to_compress() -> None:
     with pytest.raises(ValueError, match="give one of them"):
         DDP(comm_hook=("fp16", "no", {}), gradient_compression="bf16")

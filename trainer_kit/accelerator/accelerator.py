@@ -50,6 +50,7 @@ from trainer_kit.optim import check_fused
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
@@ -145,6 +146,8 @@ class Accelerator(Stepping, AcceleratorProperties):
             deepspeed_plugins=deepspeed_plugins, parallelism_config=parallelism_config,
         )  # fmt: skip
         check_schedule_rule(step_scheduler_with_optimizer)
+        if rng_types:
+            warn("Accelerator: rng_types has no effect: loaders draw the same order on all processes")
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.split_batches = split_batches or self.dataloader_config.split_batches
         self.rng_types = rng_types
@@ -191,7 +194,7 @@ class Accelerator(Stepping, AcceleratorProperties):
         Args:
             args: Objects in any order; others are returned unchanged.
             device_placement: For each of `args`, whether a loader among them moves its batches; None for the
-                Accelerator's own setting.
+                Accelerator's own setting. Models are moved under any value.
 
         Returns:
             The prepared objects, in the same order; a single object is not wrapped in a tuple.
@@ -209,7 +212,7 @@ class Accelerator(Stepping, AcceleratorProperties):
         if isinstance(thing, (PreparedOptimizer, PreparedScheduler, SkippedLoader)):
             return thing
         if isinstance(thing, torch.nn.Module):
-            return self.prepare_model(thing)
+            return self.prepare_model(thing, placement)
         if isinstance(thing, torch.optim.Optimizer):
             return self.prepare_optimizer(thing)
         if isinstance(thing, DataLoader):
@@ -230,7 +233,7 @@ class Accelerator(Stepping, AcceleratorProperties):
 
         Args:
             model: The user's model; a prepared one is returned unchanged.
-            device_placement: Without effect: models are moved to the device.
+            device_placement: Without effect: models are moved to the device. False is warned of where that moves one.
             evaluation_mode: Whether the model is not trained: it is not wrapped for the exchange of gradients. A
                 sharded strategy shards it nevertheless.
 
@@ -239,6 +242,8 @@ class Accelerator(Stepping, AcceleratorProperties):
         """
         if any(each is model for each in self._prepared.models):
             return model
+        if device_placement is False and any(each.device.type != self.device.type for each in model.parameters()):
+            warn(f"Accelerator: device_placement=False has no effect on models: one is moved to {self.device}")
         if self.mixed_precision != "no" or getattr(self.strategy, "downcast_bf16", False):
             compute_in_precision(model, self.autocast)
         if self.fsdp_plugin is not None and self.fsdp_plugin.activation_checkpointing:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from trainer_kit.accelerator.process_facts import ProcessFacts
-from trainer_kit.accelerator.utils.dataclasses import DataLoaderConfiguration
+from trainer_kit.accelerator.utils.dataclasses import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 
 _PARALLELISM = (
     "tensor, context, pipeline and sequence parallelism are not available; process_index is the rank of the data"
@@ -29,12 +34,16 @@ class AcceleratorProperties(ProcessFacts):
 
     Attributes:
         dataloader_config: See `DataLoaderConfiguration`.
+        handlers: Objects of `kwargs_handlers` by class.
+        has_lomo_optimizer: Always False.
         deepspeed_plugin: Always None, like the next two: these features are not available.
         parallelism_config: See `deepspeed_plugin`.
         torch_device_mesh: See `deepspeed_plugin`.
     """
 
     dataloader_config: DataLoaderConfiguration
+    handlers: dict[type, Any]
+    has_lomo_optimizer: bool = False
     deepspeed_plugin: None = None
     parallelism_config: None = None
     torch_device_mesh: None = None
@@ -67,6 +76,27 @@ class AcceleratorProperties(ProcessFacts):
     def non_blocking(self) -> bool:
         """That of `dataloader_config`."""
         return self.dataloader_config.non_blocking
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The one of `kwargs_handlers`; None without one."""
+        return self.handlers.get(DistributedDataParallelKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The one of `kwargs_handlers`; None without one."""
+        return self.handlers.get(InitProcessGroupKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The one of `kwargs_handlers`; None without one."""
+        return self.handlers.get(GradScalerKwargs)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether prepared models compute in float16 or bfloat16."""
+        precision = self.strategy.precision
+        return precision is not None and precision.mode in ("fp16", "bf16")
 
     @property
     def multi_device(self) -> bool:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.report import facts
+from trainer_kit.report import facts, wording
 from trainer_kit.report.history import RunHistory, is_finite
 from trainer_kit.report.markdown import curves, escaped, section
 from trainer_kit.report.panels import Table
@@ -26,9 +26,9 @@ _SPEEDS = ("_runtime", "_samples_per_second", "_steps_per_second")
 def model_card(run_dir: str | os.PathLike[str], step: int | None = None, **metadata: Any) -> str:
     """Return the text of a model card: results, figures, curves, arguments and versions of a run.
 
-    It names neither folders nor the host. With `emissions.csv` of codecarbon in the folder of the run, it states the
-    emissions. With `pipeline_tag` and `datasets` in the metadata, the metrics are in the `model-index` too, which the
-    Hub shows.
+    It names neither folders nor the host. The log says which library loads the model, and its base model. With
+    `emissions.csv` of codecarbon in the folder of the run, it states the emissions. With `pipeline_tag` and `datasets`
+    in the metadata, the metrics are in the `model-index` too, which the Hub shows.
 
     Args:
         run_dir: The `output_dir` of a run that wrote `log.jsonl`, or that file.
@@ -43,6 +43,7 @@ def model_card(run_dir: str | os.PathLike[str], step: int | None = None, **metad
     history = RunHistory(run_dir)
     step = _step_of_the_model(history) if step is None else step
     metrics = _metrics(history, step)
+    metadata = {"library_name": "trainer_kit"} | dict(history.beginning.get("model_card", {})) | metadata
     name = str(metadata.pop("model_name", None) or history.name)
     timeline = Timeline(history) if Timeline.exists(history) else None
     figures = [[each.name, each.value, each.note] for each in facts.key_figures(history, timeline)]
@@ -53,6 +54,7 @@ def model_card(run_dir: str | os.PathLike[str], step: int | None = None, **metad
         f"# {escaped(name)}",
         f"Trained with [trainer_kit](https://pypi.org/project/trainer_kit/){_based_on(metadata)}. "
         f"The weights are those of step {step:,}.",
+        _listed("Data", ["", "Size", "Name"], _data(history)),
         _listed("Evaluation", ["Metric", "Value"], [[key, format_number(value)] for key, value in metrics.items()]),
         _listed("Training", ["", "Value", ""], figures),
         *curves([history]),
@@ -79,6 +81,18 @@ def _metrics(history: RunHistory, step: int) -> dict[str, float]:
     }
 
 
+def _data(history: RunHistory) -> list[list[str]]:
+    """Return the role, size and name of each dataset."""
+    rows = []
+    for role, known in dict(history.beginning.get("data", {})).items():
+        units = [unit for unit in ("samples", "batches") if isinstance(known.get(unit), int)]
+        split = [f"split {known['split']}"] if "split" in known else []
+        size = f"{known[units[0]]:,} {units[0]}" if units else "not known"
+        names = [known["name"]] if "name" in known else []
+        rows.append([wording.capitalized(role), size, ", ".join([*names, *split])])
+    return rows
+
+
 def _based_on(metadata: dict[str, Any]) -> str:
     base = metadata.get("base_model")
     return f" from [{escaped(base)}](https://huggingface.co/{base})" if isinstance(base, str) else ""
@@ -92,12 +106,15 @@ def _listed(title: str, head: list[str], rows: list[list[str]]) -> str:
 def _front_matter(name: str, metrics: dict[str, float], emissions: dict[str, Any], metadata: dict[str, Any]) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    fields = {"library_name": "trainer_kit"} | metadata
-    fields["tags"] = list(dict.fromkeys([*(fields.get("tags") or ()), _TAG, "generated_from_trainer"]))
+    fields = dict(metadata)
+    tags = fields.get("tags") or ()
+    fields["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), _TAG, "generated_from_trainer"]))
     if emissions:
         fields["co2_eq_emissions"] = {"emissions": emissions["grams of CO2eq"], "source": "codecarbon"}
     task, dataset = fields.get("pipeline_tag"), fields.get("datasets")
-    if task and dataset and metrics:
+    if fields.get("eval_results"):  # those that the user gives are the ones to show
+        fields["model_name"] = name
+    elif task and dataset and metrics:
         dataset = dataset if isinstance(dataset, str) else dataset[0]
         fields["model_name"] = name
         fields["eval_results"] = [

@@ -12,7 +12,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "power_sgd": powerSGD_hook.powerSGD_hook,
-    "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
 }
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_wrapper,
@@ -24,8 +23,10 @@ def check(name: str, wrapper: str) -> None:
     """Check the names of a hook and of its wrapper.
 
     Raises:
-        ValueError: If a name is not known.
+        ValueError: If a name is not known, or the hook fails in torch.
     """
+    if name == "batched_power_sgd":  # torch 2.9 to 2.13: its matrices have two dimensions, its own check asks for three
+        raise ValueError("the communication hook 'batched_power_sgd' fails in torch; use 'power_sgd'")
     if name not in _HOOKS or wrapper not in ("no", *_WRAPPERS):
         raise ValueError(
             f"the communication hook {name!r} with the wrapper {wrapper!r} is not known; use one of "
@@ -40,11 +41,11 @@ def register(
 
     Args:
         module: The module.
-        name: "fp16", "bf16" (the gradients' dtype on the way), "power_sgd" or "batched_power_sgd".
+        name: "fp16", "bf16" (the gradients' dtype on the way) or "power_sgd".
         wrapper: "fp16" or "bf16", the dtype of what PowerSGD sends; "no": the gradients' own.
         options: Arguments of `PowerSGDState`.
     """
     hook = _HOOKS[name] if wrapper == "no" else _WRAPPERS[wrapper](_HOOKS[name])
-    state = powerSGD_hook.PowerSGDState(None, **(options or {})) if name.endswith("power_sgd") else None
+    state = powerSGD_hook.PowerSGDState(None, **(options or {})) if name == "power_sgd" else None
     # Wrapped in a lambda: torch refuses its own bf16 hook on gloo by name, although gloo can send bfloat16.
     module.register_comm_hook(state, lambda state, bucket: hook(state, bucket))

@@ -11,6 +11,7 @@ def test_each_package_has_its_oldest_and_newest_version() -> None:
     assert {"torch", "transformers", "torchao", "peft", "datasets", "wandb"} <= versions.keys()
     assert versions["torch"] == ("2.9", tried()["torch"])
     assert versions["transformers"][0] == "5.4"
+    assert versions["ray"] == ("2.51", tried()["ray"])  # written with the names of its own extras
 
 
 def test_the_newer_of_two_lines_counts() -> None:

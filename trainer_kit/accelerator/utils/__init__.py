@@ -16,6 +16,8 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # of `import *`
+        return __dir__()
     homes = (*(f"{__name__}.{home}" for home in _HOMES), "trainer_kit.accelerator.unavailable")
     for home in () if name.startswith("__") else homes:
         module = importlib.import_module(home)

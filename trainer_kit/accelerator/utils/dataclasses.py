@@ -118,8 +118,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation.
 
     Args:
-        num_steps: Batches per optimizer step on each process.
-        adjust_scheduler: Without effect, as in accelerate: accumulated batches never count as scheduler steps.
+        num_steps: Batches per optimizer step on each process; None: 1.
+        adjust_scheduler: Without effect: learning rates are those of accelerate under either value.
         sync_with_dataloader: Whether a loader's last batch ends a step, even if fewer batches were accumulated.
         sync_each_batch: Whether to all-reduce the gradients of each batch; takes time, and saves memory where gradients
             are sharded.
@@ -133,7 +133,11 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
+    _WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("adjust_scheduler",)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_steps = 1 if self.num_steps is None else self.num_steps
         if self.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={self.num_steps} must be at least 1")
 
@@ -189,6 +193,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     _WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("dim", "broadcast_buffers", "check_reduction")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        none, given = DDPCommunicationHookType.NO, self.to_kwargs()
+        if "comm_wrapper" in given and self.comm_hook == none:
+            warn("DistributedDataParallelKwargs: comm_wrapper has no effect without comm_hook")
+        if "comm_state_option" in given and self.comm_hook != DDPCommunicationHookType.POWER_SGD:
+            warn("DistributedDataParallelKwargs: comm_state_option has no effect without comm_hook='power_sgd'")
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `DDP`."""
