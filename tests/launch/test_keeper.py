@@ -25,6 +25,7 @@ from trainer_kit.launch.keeper import (
 )
 from trainer_kit.launch.membership import Membership, Right
 from trainer_kit.launch.news import CHANGE, FAILED, Change, News
+from trainer_kit.launch.news import LOST as LOST_MACHINES
 
 
 class Launchers:
@@ -145,7 +146,26 @@ def test_a_lost_machine_is_announced_where_the_ranks_do_not_notice(launchers: La
     launchers.pass_time(2)
     news = News.from_json(launchers.told(FAILED) or b"")
     assert news.failure.message in ("host-2 has not answered for 25 s", "host-2 has not answered for 26 s")
-    assert news.goes_on is None
+    assert (news.goes_on, news.is_loss) == (True, True)
+
+
+def test_machines_that_are_lost_are_known_at_once_but_not_those_that_have_left(launchers: Launchers) -> None:
+    for _ in range(3):
+        launchers.come()
+    launchers.pass_time(1)
+    assert launchers.told(LOST_MACHINES) is None
+    launchers.ended.append(2)  # its connection has closed
+    launchers.alive.remove(2)
+    launchers.keeper.look()
+    assert launchers.told(LOST_MACHINES) == b"host-2"
+    launchers.wait(2)  # only the connection was lost
+    launchers.keeper.look()
+    assert launchers.told(LOST_MACHINES) == b""
+    launchers.wait(1, has_left=True)
+    launchers.keeper.look()
+    assert launchers.told(LOST_MACHINES) == b""
+    launchers.pass_time(4)
+    assert launchers.told(LOST_MACHINES) == b"host-2"
 
 
 def test_a_pause_of_the_keeper_is_no_silence_of_the_others(launchers: Launchers) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.machines import Machines
-from trainer_kit.launch.news import CHANGE, Change
+from trainer_kit.launch.news import CHANGE, LOST, Change
 
 
 def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Machines]:
@@ -44,6 +44,21 @@ def test_the_first_failure_is_everybody_s() -> None:
     news = second.news(at_once=True)
     assert news is not None
     assert news.failure.message == "rank 0 failed"
+
+
+def test_a_loss_is_no_failure_of_any_machine() -> None:
+    first, second = channels()
+    assert first.lost() == ""
+    first._reach().set(LOST, "machine-c")
+    assert first.lost() == second.lost() == "machine-c"
+    first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=True, is_loss=True)
+    news = second.news(at_once=True)
+    assert news is not None
+    assert news.is_loss
+    second.rendezvous.answers = lambda: False  # type: ignore[method-assign]
+    assert second.lost() == "the machine with the store"
+    fixed, _ = channels(is_lasting=False)
+    assert fixed.lost() == "", "a fixed number of machines cannot go on without one"
 
 
 def test_one_looks_once_a_second() -> None:
@@ -136,3 +151,4 @@ def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.announce(failure, goes_on=True).failure is failure
     assert first.news(at_once=True) is None
     assert first.change() is None
+    assert first.lost() == "the machine with the store"

@@ -55,6 +55,28 @@ def test_all_count_without_a_time() -> None:
     assert history.count == 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "before", "step", "at_start", "goes_on", "words"),
+    [
+        (RestartLimit(2), 1, None, None, True, "restart 2 of 2"),
+        (RestartLimit(2), 1, 5, 5, True, "restart 2 of 2, from the checkpoint of step 5"),
+        (RestartLimit(1, 3600), 1, 9, 5, False, "this is failure 2, and --max-restarts allows 1 within 1 h"),
+        (RestartLimit(1), 1, 9, 5, True, "restart 2, more than max_restarts=1, since there is a newer"),
+        (RestartLimit(1), 1, 5, 5, False, "1 restarts are made, and no checkpoint is newer than that of step 5"),
+        (RestartLimit(1), 1, None, None, False, "1 restarts are made, and no checkpoint is written since the last"),
+    ],
+)
+def test_whether_to_restart(
+    limit: RestartLimit, before: int, step: int | None, at_start: int | None, goes_on: bool, words: str
+) -> None:
+    history = FailureHistory(limit)
+    for _ in range(before):
+        history.record()
+    decided, said = history.decide(step, at_start)
+    assert decided == goes_on
+    assert said.startswith(words)
+
+
 @given(st.lists(st.lists(st.floats(0, 100), max_size=4), max_size=3), st.floats(1, 50))
 def test_a_machine_that_came_later_learns_of_earlier_failures(told: list[list[float]], waited: float) -> None:
     clock = Clock()

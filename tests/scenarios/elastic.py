@@ -51,6 +51,7 @@ class Elastic:
         last_call: float = 3,
         restarts: str = "",
         copies: bool = False,
+        fsdp: bool = False,
     ) -> Command:
         candidates = ",".join(ADDRESSES[: self.candidates])
         place = ["--num-nodes", nodes, "--num-processes", nodes[-1], "--master-addr", candidates]
@@ -60,6 +61,7 @@ class Elastic:
         options += ["--dies", HOSTS[victim], dies] if dies != "never" else []
         options += ["--slow", slow] if slow else []
         options += ["--copies", "memory"] if copies else []
+        options += ["--fsdp"] if fsdp else []
         options += ["--heartbeat", str(heartbeat)] if heartbeat is not None else []
         words = ["-m", "trainer_kit", "launch", *place, *limits, TASK, self.run, *options]
         self.commands.append(self.machines.start(number, *words, preloaded=preloaded))

@@ -94,6 +94,21 @@ def test_a_process_is_killed_while_its_machine_stays(elastic: Elastic) -> None:
     assert not any("restart 2 of 5" in each.err for each in ended)
 
 
+def test_a_lost_machine_is_no_failure_of_new_processes_either(elastic: Elastic) -> None:
+    """Sharded weights are lost with the machine; the launchers may restart after no failure at all."""
+    commands = elastic.start_all(fsdp=True, model="noisy", batch_size=3, pause=0.1, dies="step", restarts="0")
+    ended = finish(*commands[:2])
+    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
+    errors = ended[0].err + ended[1].err
+    assert f"; lost: {HOSTS[2]}; restart, which --max-restarts does not count" in errors
+    assert f"{HOSTS[2]} is gone: 2 of 3 machines go on" in ended[0].err
+    assert len(elastic.processes()) == 5
+    first, second = (json.loads(each.out) for each in ended)
+    assert first["step"] == second["step"]
+    (lost,) = elastic.memberships()
+    assert (lost["lost"], lost["in_process"]) == ([HOSTS[2]], False)
+
+
 def test_two_machines_are_killed_within_a_second(elastic: Elastic) -> None:
     commands = elastic.start_all(nodes="1:3")
     elastic.machines.kill(2)

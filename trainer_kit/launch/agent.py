@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
         news = missed()
-        if news is not None and news.goes_on is False:
+        if news is not None and not news.goes_on:
             self.failed = news.failure
             self._close(signal.SIGTERM)
             return self._end(goes_on=False)
@@ -391,21 +391,25 @@ class Agent(LocalElasticAgent):
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
-        goes_on = self._goes_on()
-        first = self._machines.announce(self.failed, goes_on)
+        lost = self._machines.lost()
+        goes_on = bool(lost) or self._goes_on()
+        first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))
         if first.failure.rank != self.failed.rank:
             return self._follow(first)
-        self._failures.record()
+        if lost:
+            self._say(f"{self._summary()}; lost: {lost}; restart, which --max-restarts does not count")
+        else:
+            self._failures.record()
         return self._end(goes_on)
 
     def _follow(self, news: News) -> RunResult:
         """Do what the machine does whose failure was announced first."""
         self.failed = news.failure
-        goes_on = self._goes_on() if news.goes_on is None else news.goes_on
         if news.goes_on:
             self._say(f"{self._summary()}; restart with the other machines")
-        self._failures.record()
-        return self._end(goes_on)
+        if not news.is_loss:
+            self._failures.record()
+        return self._end(news.goes_on)
 
     def _end(self, goes_on: bool) -> RunResult:
         if not goes_on:
@@ -416,23 +420,12 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Decide whether to restart: within the limit, then, if no time belongs to it, while the run makes progress."""
+        """Decide whether to restart after a failure."""
         if self._limit.failures == 0:
             return False
-        number, step = self._failures.count + 1, self._step()
-        count = f"restart {number} of {self._limit}"
-        if number > self._limit.failures and self._limit.seconds is not None:
-            self._say(f"not restarted: this is failure {number}, and --max-restarts allows {self._limit}")
-            return False
-        if number > self._limit.failures:
-            if step is None or (self._step_at_start is not None and step <= self._step_at_start):
-                since = "written" if step is None else f"newer than that of step {step}"
-                self._say(f"not restarted: {number - 1} restarts are made, and no checkpoint is {since} since the last")
-                return False
-            count = f"restart {number}, more than max_restarts={self._limit}, since there is a newer checkpoint"
-        where = "" if step is None else f", from the checkpoint of step {step}"
-        self._say(f"{self._summary()}; {count}{where}")
-        return True
+        goes_on, words = self._failures.decide(self._step(), self._step_at_start)
+        self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")
+        return goes_on
 
     def _summary(self) -> str:
         """Return the failure in one line."""

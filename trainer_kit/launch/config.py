@@ -63,8 +63,8 @@ class LaunchConfig:
         master_port: Port of the rendezvous there; 0 for a free one, or 29500 with several machines.
         max_restarts: How often the processes are restarted after a failure, such as 3. Further restarts require that
             the last start has written a newer checkpoint. "5/1h": as long as fewer than 5 failures came before within
-            an hour (units s, m, h, d). 0: never. None for 0, or "5/1h" with `min_nodes`. A machine that joins, or
-            leaves after a signal, is no failure.
+            an hour (units s, m, h, d). 0: never. None for 0, or "5/1h" with `min_nodes`, where a machine
+            that is lost, joins, or leaves after a signal is no failure.
         rdzv_backend: How machines find one another: "static" by `node_rank`, "c10d" in order of arrival (without
             `node_rank`); `min_nodes` implies "c10d".
         rdzv_id: Name of the run, the same on all machines; None for "trainer_kit".

@@ -29,7 +29,7 @@ from trainer_kit.launch.membership import (
     right_to_follow,
     waiting,
 )
-from trainer_kit.launch.news import CHANGE, FAILED, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, LOST, Change, News
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
@@ -198,6 +198,7 @@ class Keeper:
         self._here = Here()
         self._alive: list[Machine] = []
         self._left: set[str] = set()
+        self._lost: list[str] = []  # as the machines of the last membership know it
         self._ended: deque[int] = deque() if ended is None else ended
         self._gone: set[int] = set()  # launchers that have ended, unless they give another sign of life
         self._done = threading.Event()
@@ -290,7 +291,7 @@ class Keeper:
         return Here(len(here), hosts, len(before.machines), has_first, may_follow)
 
     def _announce_changes(self) -> None:
-        """Announce in the running membership which machines can join, and which one is lost."""
+        """Announce in the running membership which machines can join, and which ones are lost."""
         running = PrefixStore(str(self._last.number), self._store)
         coming = newcomers(self._last, self._alive, self._most)
         if coming:
@@ -298,13 +299,17 @@ class Keeper:
             verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
             change = Change(f"{names} {verb}: the run saves and goes on with {whom}", is_joining=True)
             running.compare_set(CHANGE, "", change.to_json())
-        for machine in set(self._last.machines) - self._left:
+        staying = [machine for machine in self._last.machines if machine not in self._left]
+        alive = {machine.id for machine in self._alive}
+        if (lost := [machine for machine in staying if machine not in alive]) != self._lost:
+            self._lost = lost
+            running.set(LOST, join_names([self._hosts[machine] for machine in lost]))
+        for machine in staying:
             seconds = self._looked - self._beats[self._numbers[machine]][1]
             if seconds > max(_LOST_SECONDS, self._patience):
                 text = f"{self._hosts[machine]} has not answered for {format_duration(seconds)}"
-                running.compare_set(
-                    FAILED, "", News(ProcessFailed(text, rank=-1, exit_code=None), goes_on=None).to_json()
-                )
+                news = News(ProcessFailed(text, rank=-1, exit_code=None), goes_on=True, is_loss=True)
+                running.compare_set(FAILED, "", news.to_json())
 
     def _run(self) -> None:
         while not self._done.wait(_LOOK_SECONDS):
@@ -346,6 +351,6 @@ class Keeper:
         gone = tuple(host for own, host in zip(before.machines, before.hosts, strict=True) if own not in now.machines)
         joined = tuple(self._hosts[own] for own in now.machines if before.number and own not in before.machines)
         numbers = tuple(self._numbers[own] for own in now.machines)
-        self._last, self._published = now, numbers
+        self._last, self._published, self._lost = now, numbers, []
         published = Published(now, numbers, formed.bases, formed.right, gone, joined, self._serve_ranks())
         self._store.set(MEMBERSHIP, published.to_json())

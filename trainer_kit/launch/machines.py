@@ -10,11 +10,12 @@ from torch._C._distributed_c10d import Store
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.news import CHANGE, FAILED, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, LOST, Change, News
 from trainer_kit.launch.rendezvous import StaticRendezvous
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 5.0
+_KNOWN_SECONDS = 0.5  # for the machine with the store to notice that a launcher has ended
 _HEARD = "trainer_kit/heard"
 
 
@@ -61,19 +62,20 @@ class Machines:
         store.set(f"trainer_kit/text-{self._place}", text)
         return [store.get(f"trainer_kit/text-{place}").decode() for place in range(self._count)]
 
-    def announce(self, failure: ProcessFailed, goes_on: bool) -> News:
+    def announce(self, failure: ProcessFailed, goes_on: bool, is_loss: bool = False) -> News:
         """Announce a failed rank of this machine, and return what all machines go by: the first announcement.
 
         Args:
             failure: The failure.
             goes_on: Whether this machine would restart its ranks.
+            is_loss: Whether it follows from the loss of a machine.
         """
-        own = News(failure, goes_on)
+        own = News(failure, goes_on, is_loss)
         if not self._is_reachable():
             return own
         try:
             first = News.from_json(self._reach().compare_set(FAILED, "", own.to_json()))
-            self._part(first.goes_on is not False)
+            self._part(first.goes_on)
         except RuntimeError:  # the store is gone
             return own
         return first
@@ -90,7 +92,7 @@ class Machines:
             if not self._is_reachable() or not self._reach().check([FAILED]):
                 return None
             first = News.from_json(self._reach().get(FAILED))
-            self._part(first.goes_on is not False)
+            self._part(first.goes_on)
         except RuntimeError:  # the store is gone
             return None
         return first
@@ -108,6 +110,22 @@ class Machines:
                 return None
 
         return look
+
+    def lost(self) -> str:
+        """Return which machines of the membership are lost, a moment after a failure; "" if none is known to be."""
+        if self._count == 1 or not self.rendezvous.is_lasting:
+            return ""
+        deadline = time.monotonic() + _KNOWN_SECONDS
+        names = ""
+        try:
+            while not names and time.monotonic() < deadline:
+                time.sleep(0.05)
+                if not self._is_reachable():
+                    return "the machine with the store"
+                names = self._reach().get(LOST).decode() if self._reach().check([LOST]) else ""
+        except RuntimeError:
+            return "the machine with the store"
+        return names
 
     def is_time_for_change(self) -> bool:
         """Return whether to ask for a `change`: at most once a second."""

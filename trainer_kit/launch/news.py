@@ -10,6 +10,9 @@ from trainer_kit.errors import ProcessFailed
 FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
 """Keys of the store under which the first announcement of a start stands."""
 
+LOST = "trainer_kit/lost"
+"""Key under which the names of machines stand that give no sign of life and have not left."""
+
 
 class Change(NamedTuple):
     """Announcement of a machine that joins or leaves.
@@ -37,20 +40,22 @@ class News(NamedTuple):
 
     Attributes:
         failure: The first failure of the run.
-        goes_on: Whether the machines restart their ranks; None: each decides, by the failures that all have counted.
+        goes_on: Whether the machines restart their ranks.
+        is_loss: Whether it follows from the loss of a machine, so that it counts as no failure.
     """
 
     failure: ProcessFailed
-    goes_on: bool | None
+    goes_on: bool
+    is_loss: bool = False
 
     def to_json(self) -> str:
         """Return the text of the store."""
         failure = self.failure
         facts = [failure.message, failure.rank, failure.exit_code, failure.traceback, failure.tail]
-        return json.dumps([facts, self.goes_on])
+        return json.dumps([facts, self.goes_on, self.is_loss])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> News:
         """Read the text of the store."""
-        facts, goes_on = json.loads(text)
-        return cls(ProcessFailed(*facts), goes_on)
+        facts, *rest = json.loads(text)
+        return cls(ProcessFailed(*facts), *rest)

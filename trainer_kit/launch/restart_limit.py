@@ -75,6 +75,29 @@ class FailureHistory:
         now = self._clock()
         self._times = [now - age for age in max([self.ages(), *histories], key=len)]
 
+    def decide(self, step: int | None, step_at_start: int | None) -> tuple[bool, str]:
+        """Decide whether to restart after one more failure.
+
+        It is allowed within the limit; beyond, if no time belongs to the limit, while the run makes progress.
+
+        Args:
+            step: Step of the newest checkpoint; None if there is none.
+            step_at_start: The same when the processes were started.
+
+        Returns:
+            Whether to restart, and what is to be said about it.
+        """
+        number, limit = self.count + 1, self.limit
+        where = "" if step is None else f", from the checkpoint of step {step}"
+        if number <= limit.failures:
+            return True, f"restart {number} of {limit}{where}"
+        if limit.seconds is not None:
+            return False, f"this is failure {number}, and --max-restarts allows {limit}"
+        if step is None or (step_at_start is not None and step <= step_at_start):
+            since = "written" if step is None else f"newer than that of step {step}"
+            return False, f"{number - 1} restarts are made, and no checkpoint is {since} since the last"
+        return True, f"restart {number}, more than max_restarts={limit}, since there is a newer checkpoint{where}"
+
     @property
     def count(self) -> int:
         """Number of failures that count now."""

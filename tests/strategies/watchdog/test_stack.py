@@ -46,6 +46,13 @@ def test_a_collective_is_called_by_the_strategys_name() -> None:
     assert where.place == "all_reduce_ints, called in _pass (loop/train_step.py:2)"
 
 
+def test_a_collective_that_failed_is_called_by_the_strategys_name() -> None:
+    """The error has passed through the method that encloses it."""
+    group = PACKAGE / "strategies" / "process_group.py"
+    where = seen(SCRIPT, LOOP, (STRATEGY, "all_reduce_ints"), (STRATEGY, "_all_gather"), (group, "watched"))
+    assert where.place == "all_reduce_ints, called in _pass (loop/train_step.py:2)"
+
+
 def test_a_backward_pass_waits() -> None:
     where = seen(SCRIPT, LOOP, (STRATEGY, "backward"), (TORCH / "autograd" / "graph.py", "_engine_run_backward"))
     assert where.waits

@@ -14,6 +14,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(_STRATEGIES)), "")
 _SAVING = os.path.join(_PACKAGE, "checkpoint", "format", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _PARTS = (("distributed",), ("autograd",), ("nn", "parallel"))
+_ENCLOSING = "watched"  # the method that encloses collectives says nothing about them
 _WAITS_IN = (_STRATEGIES, *(os.path.join(_TORCH, *part, "") for part in _PARTS))
 # Installed packages are in a folder of the standard library.
 _LIBRARIES = (_TORCH, os.path.join(os.path.dirname(os.__file__), ""), "<frozen")
@@ -72,7 +73,7 @@ def _described(frames: list[_Frame], waits: bool) -> str:
         public = [
             number
             for number, frame in enumerate(frames)
-            if frame.file.startswith(_WAITS_IN) and not frame.name.startswith(("_", "<"))
+            if frame.file.startswith(_WAITS_IN) and not frame.name.startswith(("_", "<", _ENCLOSING))
         ]
         own = [number for number in public if frames[number].file.startswith(_STRATEGIES)]
         shown = (own or public or [0])[0]
