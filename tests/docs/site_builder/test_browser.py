@@ -152,6 +152,22 @@ def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Pa
     assert page.evaluate(BROKEN_WORDS) == []
 
 
+@pytest.mark.parametrize(("language", "is_right"), [("en", True), ("ar", False)])
+def test_on_a_phone_the_contents_open_at_the_ends_of_lines(
+    language: str, is_right: bool, page: Page, site: Path
+) -> None:
+    page.open(site / language / "how-to" / "data.html", width=390)
+    left, right = page.evaluate(
+        """
+        ['left', 'right'].map(side => ['.md-sidebar-button', '.md-sidebar--secondary .md-sidebar__inner']
+            .map(part => document.querySelector(part).getBoundingClientRect()[side]))
+        """
+    )
+    assert all(195 < each < 390 for each in right) if is_right else all(0 < each < 195 for each in left)
+    assert min(left) > 0
+    assert max(right) < 390
+
+
 def search(page: Page, text: str) -> list[str]:
     """Types a text into the search of the open page, and returns the titles of what it finds."""
     page.wait_for("document.querySelector('iframe') !== null")
