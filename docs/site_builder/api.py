@@ -132,7 +132,8 @@ def directives(shown: Iterable[Entry]) -> str:
     for entry in shown:
         (made if entry.is_made else by_name).append(entry)
     lines = [f'- <span id="{each.path}"></span>`{each.path}()`: {first_sentence(each.value)}' for each in made]
-    return "\n\n".join([*map(_directive, by_name), *(["\n".join(lines)] if lines else [])])
+    listed = ["## More functions", "\n".join(lines)] if lines else []
+    return "\n\n".join([*map(_directive, by_name), *listed])
 
 
 def _directive(entry: Entry) -> str:

@@ -67,13 +67,21 @@ def _section(command: Command) -> str:
 def _description(command: Command) -> str:
     """Return the description; its aligned lists are shown as they are."""
     text = (command.parser.description or command.summary).strip()
-    return re.sub(r"(?m)((?:^ {2}.*\n?)+)", lambda lines: f"```text\n{lines[1].rstrip()}\n```\n", text)
+    parts = re.split(r"(?m)((?:^ {2}.*\n?)+)", text)
+    parts[::2] = map(_with_code, parts[::2])
+    parts[1::2] = [f"```text\n{lines.rstrip()}\n```\n" for lines in parts[1::2]]
+    return "".join(parts)
+
+
+def _with_code(text: str) -> str:
+    """Return a text with the options that it names marked as code."""
+    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", lambda option: code(option[0]), text)
 
 
 def _help(command: Command, action: argparse.Action) -> str:
     """Return the help of an argument with its default, without the folder of the user who builds the site."""
     text = command.parser._get_formatter()._expand_help(action) if action.help else ""
-    return text.replace(str(default_path()), "`~/.config/trainer_kit/default_config.yaml`")
+    return _with_code(text).replace(str(default_path()), "`~/.config/trainer_kit/default_config.yaml`")
 
 
 def _names(command: Command, action: argparse.Action) -> str:

@@ -53,5 +53,11 @@ def test_each_refused_name_of_accelerate_is_listed_with_its_reason() -> None:
     assert [name for name in unavailable.__all__ if f"- `{name}`: " not in page] == []
 
 
+def test_functions_that_are_made_stand_under_a_heading_of_their_own() -> None:
+    before, _, after = api.accelerator_utils().partition("## More functions\n\n")
+    assert "_available()`: " not in before
+    assert "_available()`: " in after
+
+
 def test_names_that_other_pages_show_are_linked() -> None:
     assert "[`trainer_kit.notebook_launcher`](trainer.md#trainer_kit.notebook_launcher)" in api.accelerator()

@@ -36,6 +36,23 @@ TOO_TALL = """
     return height > without + 10
 }).map(link => link.parentElement.textContent)
 """
+# Pieces of code in tables that continue on another line though a line has room for them.
+BROKEN_WORDS = """
+[...document.querySelectorAll('.md-typeset td + td code')].flatMap(code => {
+    const texts = document.createNodeIterator(code, NodeFilter.SHOW_TEXT)
+    const found = []
+    for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+        for (const { 0: word, index } of text.data.matchAll(/[A-Za-z0-9]+/g)) {
+            const range = document.createRange()
+            range.setStart(text, index)
+            range.setEnd(text, index + word.length)
+            const lines = new Set([...range.getClientRects()].map(each => Math.round(each.top)))
+            if (lines.size > 1 && word.length < 12 && !/[a-z][A-Z]/.test(word)) found.push(word)
+        }
+    }
+    return found
+})
+"""
 CUT_TEXTS = """
 [...document.querySelectorAll('.plot svg text, svg[role=img] text')].filter(text => {
     const [shown, whole] = [text.ownerSVGElement, text].map(each => each.getBoundingClientRect())
@@ -127,6 +144,28 @@ def test_a_page_fits_in_its_scheme_and_direction(name: str, dark: bool, width: i
     assert page.evaluate(SCHEME) == ("slate" if dark else "default")
     assert page.evaluate("document.body.dir") == ("rtl" if name.startswith("ar") else "ltr")
     assert {*page.evaluate(DIRECTIONS)} == {"ltr"}
+
+
+@pytest.mark.parametrize("name", ["en/how-to/trackers", "ar/how-to/trackers", "en/explanation/architecture"])
+def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Path) -> None:
+    page.open(site / f"{name}.html")
+    assert page.evaluate(BROKEN_WORDS) == []
+
+
+@pytest.mark.parametrize(("language", "is_right"), [("en", True), ("ar", False)])
+def test_on_a_phone_the_contents_open_at_the_ends_of_lines(
+    language: str, is_right: bool, page: Page, site: Path
+) -> None:
+    page.open(site / language / "how-to" / "data.html", width=390)
+    left, right = page.evaluate(
+        """
+        ['left', 'right'].map(side => ['.md-sidebar-button', '.md-sidebar--secondary .md-sidebar__inner']
+            .map(part => document.querySelector(part).getBoundingClientRect()[side]))
+        """
+    )
+    assert all(195 < each < 390 for each in right) if is_right else all(0 < each < 195 for each in left)
+    assert min(left) > 0
+    assert max(right) < 390
 
 
 def search(page: Page, text: str) -> list[str]:

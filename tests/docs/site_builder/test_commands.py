@@ -30,6 +30,13 @@ def test_defaults_stand_in_the_help() -> None:
     assert "%(" not in page
 
 
+def test_options_in_sentences_are_code() -> None:
+    page = command_line()
+    assert "up to `--steps`, into" in page
+    assert "with `--tpu` devices" in page
+    assert "``" not in page.replace("```", "")
+
+
 def test_each_exit_code_has_a_meaning() -> None:
     page = exit_codes()
     for name, command in COMMANDS.items():

@@ -35,6 +35,18 @@ def test_the_built_reference_has_everything(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_what_a_function_returns_is_one_paragraph(site: Path) -> None:
+    pages = {page.name: page.read_text(encoding="utf-8") for page in (site / "en" / "reference").glob("*.html")}
+    lists = {
+        name: re.findall(r">(?:Returns|Yields):</span></p>\s*<ul>(.*?)</ul>", text, re.DOTALL)
+        for name, text in pages.items()
+    }
+    assert lists["trainer.html"]
+    assert [name for name, found in lists.items() for each in found if each.count("<li") != 1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("page", "anchor"),
     [

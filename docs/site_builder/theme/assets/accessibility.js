@@ -36,6 +36,16 @@ addEventListener("keydown", ({ key }) => { if (key === "Escape" && drawer.checke
 for (const name of document.querySelectorAll(".doc-object-name")) {
   name.replaceChildren(...name.textContent.split(/(?<=[._])/).flatMap(part => [part, document.createElement("wbr")]))
 }
+// In a narrow column of a table, code breaks at its signs and not within a word.
+for (const code of document.querySelectorAll(".md-typeset :is(th, td + td) code")) {
+  const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT)
+  const texts = []
+  while (walker.nextNode()) if (!walker.currentNode.parentElement.closest(".word")) texts.push(walker.currentNode)
+  for (const text of texts) {
+    const parts = text.data.split(/(?<=[_/=(])(?=[^_/=()])|(?=\.[A-Za-z])(?<=\w)|(?<=[a-z])(?=[A-Z])/)
+    text.replaceWith(...parts.flatMap((part, index) => index ? [document.createElement("wbr"), part] : [part]))
+  }
+}
 // On a phone each row of a table is a list, whose entries begin with the head of their column.
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
   const heads = [...table.tHead?.rows[0]?.cells ?? []].map(cell => cell.textContent.trim())
