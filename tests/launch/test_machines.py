@@ -56,7 +56,7 @@ def test_a_loss_is_no_failure_of_any_machine() -> None:
     assert news is not None
     assert news.is_loss
     second.rendezvous.answers = lambda: False  # type: ignore[method-assign]
-    assert second.lost() == "the machine with the store"
+    assert second.lost() == "the machine with the store, which does not answer"
     fixed, _ = channels(is_lasting=False)
     assert fixed.lost() == "", "a fixed number of machines cannot go on without one"
 
@@ -151,4 +151,4 @@ def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.announce(failure, goes_on=True).failure is failure
     assert first.news(at_once=True) is None
     assert first.change() is None
-    assert first.lost() == "the machine with the store"
+    assert first.lost() == "the machine with the store, which does not answer"

@@ -121,10 +121,10 @@ class Machines:
             while not names and time.monotonic() < deadline:
                 time.sleep(0.05)
                 if not self._is_reachable():
-                    return "the machine with the store"
+                    return "the machine with the store, which does not answer"
                 names = self._reach().get(LOST).decode() if self._reach().check([LOST]) else ""
         except RuntimeError:
-            return "the machine with the store"
+            return "the machine with the store, which does not answer"
         return names
 
     def is_time_for_change(self) -> bool:

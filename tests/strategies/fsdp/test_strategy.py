@@ -230,6 +230,18 @@ def test_meshes_that_do_not_fit(mesh: dict[str, int], text: str) -> None:
         FSDP(mesh=[2, 2])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("mesh", [{"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2}], ids=str)
+def test_a_release_of_torch_that_cannot_split_on_two_axes_is_refused(
+    mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": 0, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.__version__", "2.12.0+cpu")
+    assert FSDP(device="cpu", mesh={"replicate": 2, "shard": 2}).mesh == {"replicate": 2, "shard": 2}
+    with pytest.raises(ValueError, match=r"torch 2\.12\.0\+cpu fails or gives wrong numbers; use torch 2\.13 or newer"):
+        FSDP(device="cpu", mesh=mesh, tensor_parallel="auto")
+
+
 def test_one_process_is_said_to_shard_nothing(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FSDP(device="cpu")
     strategy.setup()

@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 _AXES = ("replicate", "shard", "tensor")
 
+_OLDEST_OF_TENSOR_AXIS = "2.13"
+"""Oldest torch that is right with "tensor" and another axis: 2.9 orders the parts of weights wrongly, 2.10 fails, and
+2.12 still counts operations wrongly."""
+
 
 class FSDP(MultiNode):
     """Fully sharded data parallelism over the processes of one or several machines.
@@ -374,9 +378,11 @@ def _checked_mesh(mesh: Mapping[str, int] | None, processes: int) -> dict[str, i
             f"mesh={dict(mesh)!r} is for {math.prod(mesh.values())} processes, but this run has {processes}; the "
             "product of its sizes must be the number of processes"
         )
-    if min(mesh.get("shard", 1), mesh.get("tensor", 1)) > 1 and TorchVersion(torch.__version__) < "2.10":
+    whole = {name: mesh.get(name, 1) for name in _AXES if name in mesh or name == "shard"}
+    has_both = whole.get("tensor", 1) > 1 and processes > whole["tensor"]
+    if has_both and TorchVersion(torch.__version__) < _OLDEST_OF_TENSOR_AXIS:
         raise ValueError(
-            f"mesh={dict(mesh)!r} has the axes 'shard' and 'tensor', but torch {torch.__version__} puts "
-            "such parts of weights together in the wrong order; use torch 2.10 or newer"
+            f"mesh={dict(mesh)!r} has the axis 'tensor' and another one, with which torch {torch.__version__} fails or "
+            f"gives wrong numbers; use torch {_OLDEST_OF_TENSOR_AXIS} or newer"
         )
-    return {name: mesh.get(name, 1) for name in _AXES if name in mesh or name == "shard"}
+    return whole
