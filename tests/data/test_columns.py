@@ -118,6 +118,12 @@ def test_a_user_s_collator_with_a_generator_is_not_called_twice() -> None:
         without_unused_columns(Choices(torch.Generator()), Named())(copy.deepcopy(SAMPLES))
 
 
+def test_samples_that_cannot_be_copied_are_collated_as_they_are() -> None:
+    samples = [{"x": torch.ones(1, requires_grad=True) * 2, "text": "a"}]
+    batch = without_unused_columns(lambda samples: {"x": samples[0]["x"]}, Named())(samples)
+    assert batch["x"] is samples[0]["x"]
+
+
 def test_a_user_s_collator_for_a_transformers_model_with_keywords() -> None:
     class Keywords(PreTrainedModel):
         def __init__(self) -> None:

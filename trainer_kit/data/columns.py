@@ -101,12 +101,14 @@ class OwnCollator:
 
     def _try(self, samples: list[Any], unused: list[Any]) -> Any:
         """Collate a batch with or without the unused columns, and remember which one works."""
-        used, generators = copy.deepcopy(without(samples, unused)), KeptGenerators()
+        used, generators = None, KeptGenerators()
+        with contextlib.suppress(Exception):  # not everything can be copied
+            used = copy.deepcopy(without(samples, unused))  # the collator may change what it gets
         self._gets_whole = True
         try:
             return self._collated(samples)
         except Exception as error:
-            if not used[0] or OwnGenerators(self.collate).find():  # which may have drawn already
+            if not (used and used[0]) or OwnGenerators(self.collate).find():  # which may have drawn already
                 raise
             generators.restore()
             with contextlib.suppress(Exception):
