@@ -21,7 +21,7 @@ def packages() -> str:
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     required = "\n".join([setup["options"]["install_requires"], *extras(setup)])
     oldest = dict(re.findall(r"^([\w.-]+)(?:\[.*\])?>=([\w.]+)", required, re.MULTILINE))
-    both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers", "ray"))
+    both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers", "draccus", "ray"))
     named = re.findall(r"^([\w.-]+)(?:\[.*\])?>=", both, re.MULTILINE)
     newest = tried()
     names = [*NEEDED, *sorted({*COMPARED, *named}, key=str.lower)]
