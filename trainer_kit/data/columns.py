@@ -42,14 +42,14 @@ class ColumnFilter:
         self._has_logged = False
 
     def __call__(self, samples: list[Any]) -> Any:
+        first = samples[0]
+        if type(first) is dict and first.keys() <= self._columns:  # the quickest
+            return self.collate(samples)
         return self.collate(self.kept(samples))
 
     def kept(self, mappings: list[Any]) -> list[Any]:
         """Return samples, or batches, without unused columns; anything but dicts as it is."""
-        first = mappings[0]
-        if type(first) is dict and first.keys() <= self._columns:  # the quickest
-            return mappings
-        if not (unused := self.unused(first)):
+        if not (unused := self.unused(mappings[0])):
             return mappings
         self.log("columns that neither the model nor the collator takes are left out", unused)
         return without(mappings, unused)
