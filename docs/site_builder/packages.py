@@ -14,15 +14,17 @@ ROOT = Path(__file__).parents[2]
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "tensorboard")
 COMPARED = ("torchao", "torchmetrics", "scikit-learn")
 
+_BOUND = re.compile(r"^([\w.-]+)(?:\[.*\])?>=([\w.]+)", re.MULTILINE)
+
 
 def packages() -> str:
     """Return the table of packages with the oldest supported and the newest tried version, of setup.cfg and CI."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     required = "\n".join([setup["options"]["install_requires"], *extras(setup)])
-    oldest = dict(re.findall(r"^([\w.-]+)(?:\[.*\])?>=([\w.]+)", required, re.MULTILINE))
+    oldest = dict(_BOUND.findall(required))
     both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers", "draccus", "ray"))
-    named = re.findall(r"^([\w.-]+)(?:\[.*\])?>=", both, re.MULTILINE)
+    named = dict(_BOUND.findall(both))
     newest = tried()
     names = [*NEEDED, *sorted({*COMPARED, *named}, key=str.lower)]
     return table(["package", "oldest", "newest tried"], [[f"`{name}`", oldest[name], newest[name]] for name in names])
