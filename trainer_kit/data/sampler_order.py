@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from trainer_kit.data.sampling import STAND_IN, BatchIndices, Layout, evaluation_slots, mix, parts
 from trainer_kit.data.source import begin_epoch, parts_of
 from trainer_kit.state import Stateful
+from trainer_kit.utils.lengths import known_length
 from trainer_kit.utils.rng import generators_kept, seed_generators
 from trainer_kit.utils.user_warnings import warn
 
@@ -128,7 +129,7 @@ class SamplerOrder:
         """Return how many indices or batches an epoch should have; None if nothing says so."""
         if epoch in self._lengths:
             return self._lengths[epoch]
-        length = _length(self.sampler)
+        length = known_length(self.sampler)
         return length if length == self._lengths.get(0) else None
 
     def length(self, epoch: int) -> int:
@@ -200,13 +201,6 @@ def copied(sampler: Any) -> Any:
         return copy.deepcopy(sampler, {id(each): each for each in shared})
     except Exception:  # any error of the user's sampler
         return sampler
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (NotImplementedError, TypeError, ValueError):  # it has none, or does not know it
-        return None
 
 
 def _repeats(indices: np.ndarray) -> np.ndarray | None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.checkpoint.format.adapters import adapter_folders, base_name
+from trainer_kit.utils.lengths import known_length
 from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
 from trainer_kit.utils.wrappers import without_wrappers
 
@@ -57,16 +58,9 @@ def describe_data(training: Any, evaluation: Any) -> dict[str, dict[str, Any]]:
 def _facts(dataset: Any) -> dict[str, Any]:
     dataset = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     unit = "batches" if hasattr(dataset, "batches") else "samples"  # of ReadyBatches
-    size = None if isinstance(dataset, IterableDataset) else _length(dataset)
+    size = None if isinstance(dataset, IterableDataset) else known_length(dataset)
     facts = {} if size is None else {unit: size}
     if type(dataset).__module__.partition(".")[0] != "datasets":
         return facts
     names = {"name": getattr(dataset.info, "dataset_name", None), "split": dataset.split}
     return facts | {name: str(value) for name, value in names.items() if value is not None}
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # a stream
-        return None
