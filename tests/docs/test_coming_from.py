@@ -116,6 +116,10 @@ def test_each_setting_in_a_table_of_transformers_is_known() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 11),
+    reason="before 5.11, transformers counts the first token of each row too, which no logit predicts",
+)
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # transformers', without a GPU
 def test_a_script_for_transformers_trains_the_same(tmp_path: Path) -> None:
     before = example("transformers_before")(str(tmp_path / "before"), shuffle=False)
