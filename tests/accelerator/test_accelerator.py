@@ -585,6 +585,7 @@ def test_custom_trackers(tmp_path: Path) -> None:
 
     tracker = Tracker()
     accelerator = Accelerator(cpu=True, log_with=[tracker, "jsonl"], project_dir=tmp_path)
+    assert accelerator.log_with == [tracker, "jsonl"]
     accelerator.init_trackers("demo", {"lr": 0.1})
     accelerator.log({"loss": float("nan")}, step=2, log_kwargs={"mine": {"more": 7}})
     assert accelerator.get_tracker("mine") is tracker

@@ -25,6 +25,7 @@ def test_all_objects_share_the_facts() -> None:
     state = PartialState(cpu=True)
     assert (state.num_processes, state.process_index, state.device) == (1, 0, torch.device("cpu"))
     assert not state.use_distributed
+    assert state.backend is None
     assert PartialState().strategy is state.strategy
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     assert state.strategy is accelerator.strategy
@@ -104,6 +105,7 @@ def test_two_processes_get_parts() -> None:
 def unequal() -> list[str]:
     PartialState._reset_state()
     state, messages = PartialState(cpu=True), []
+    assert state.backend == "gloo"
     state.debug = True
     tensor = torch.ones(1 + state.process_index, *([1] * state.process_index))
     for operation in (state.reduce, state.broadcast, state.pad_across_processes):

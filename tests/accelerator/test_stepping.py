@@ -147,6 +147,9 @@ def test_handlers(tmp_path: Path) -> None:
         layer(torch.ones(1, 2))
     assert profiler.key_averages()
     assert (tmp_path / "trace" / "profile_0.json").stat().st_size
+    with ProfileKwargs(["cpu"], record_shapes=True).build() as profiler:
+        layer(torch.ones(3, 2))
+    assert [3, 2] in [shape for event in profiler.key_averages(True) for shape in event.input_shapes]
     with pytest.raises(ValueError, match=r"activities has 'gpu'; use"), accelerator.profile(ProfileKwargs(["gpu"])):
         pass
     with pytest.raises(ValueError, match="kwargs_handlers holds two ProfileKwargs; give one"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer_kit.accelerator.checkpointing import Checkpointing
-from trainer_kit.accelerator.profiling import profile
 from trainer_kit.accelerator.utils.dataclasses import AutocastKwargs, ProfileKwargs
 from trainer_kit.accelerator.utils.enums import DistributedType
 from trainer_kit.accelerator.wrappers import PreparedOptimizer
@@ -194,16 +194,24 @@ class Stepping(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Enter the context of torch's profiler.
+        """Enter the context of torch's profiler, and write its trace at the end if the settings name a folder.
 
         Args:
             profile_handler: Settings; None: those of `kwargs_handlers`.
 
         Yields:
             The `torch.profiler.profile`.
+
+        Raises:
+            ValueError: If an activity is not known.
         """
-        with profile(profile_handler or self.profile_handler or ProfileKwargs(), self.process_index) as profiler:
+        settings = profile_handler or self.profile_handler or ProfileKwargs()
+        with settings.build() as profiler:
             yield profiler
+        if settings.output_trace_dir is not None:
+            folder = Path(settings.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's gradients by the loss scale, so that they can be read before the step.

@@ -154,6 +154,7 @@ class TrackerHost(ProcessInfo):
         accumulation: Settings of gradient accumulation.
 
     Attributes:
+        log_with: Names and objects of the trackers that `init_trackers` starts.
         trackers: Trackers that were started; empty except on the main process.
         project_configuration: Where files go.
 
@@ -174,7 +175,7 @@ class TrackerHost(ProcessInfo):
         super().__init__(strategy, accumulation)
         self.trackers: list[Any] = []
         self.project_configuration = project
-        self._chosen_trackers = chosen_trackers(log_with)
+        self.log_with = chosen_trackers(log_with)
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
@@ -204,7 +205,7 @@ class TrackerHost(ProcessInfo):
             RuntimeError: If a tracker cannot begin a run, such as without a login.
         """
         self.trackers = []
-        for chosen in self._chosen_trackers if self.is_main_process else ():
+        for chosen in self.log_with if self.is_main_process else ():
             tracker = chosen
             if isinstance(chosen, str):
                 tracker = self._made(chosen, project_name, (init_kwargs or {}).get(chosen, {}))

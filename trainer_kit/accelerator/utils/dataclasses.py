@@ -299,6 +299,31 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
+    def build(self) -> torch.profiler.profile:
+        """Return a profiler with these settings.
+
+        Raises:
+            ValueError: If an activity is not known.
+        """
+        activities = None
+        if self.activities is not None:
+            known = torch.profiler.ProfilerActivity.__members__
+            for name in self.activities:
+                if name.upper() not in known:
+                    raise ValueError(f"activities has {name!r}; use {', '.join(map(str.lower, known))}")
+            activities = [known[name.upper()] for name in self.activities]
+        schedule = self.schedule_option
+        return torch.profiler.profile(
+            activities=activities,
+            schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
 
 @dataclasses.dataclass
 class TorchDynamoPlugin(KwargsHandler):
