@@ -97,17 +97,23 @@ class Machines:
             return None
         return first
 
-    def missed_news(self) -> Callable[[], News | None]:
-        """Return a function that returns an announcement in the membership that ends now, as `news` does."""
-        store, number = self._reach(), self.rendezvous.store_number
+    def missed_end(self) -> Callable[[], str]:
+        """Return a function for use after the next meeting, which returns the news of the failure that ended the run.
 
-        def look() -> News | None:
-            if self.rendezvous.store_number != number:  # a lost one might block for long
-                return None
+        They stand in the membership that ends now: another machine may announce a failure while this one is on its way
+        to the meeting. The function returns "" if there are none.
+        """
+        # A rendezvous that does not last needs the port of its store again.
+        store, number = self._store if self.rendezvous.is_lasting else None, self.rendezvous.store_number
+
+        def look() -> str:
+            if store is None or self.rendezvous.store_number != number:  # a lost one might block for long
+                return ""
             try:
-                return News.from_json(store.get(FAILED)) if store.check([FAILED]) else None
+                text = store.get(FAILED).decode() if store.check([FAILED]) else ""
             except RuntimeError:  # the store is gone
-                return None
+                return ""
+            return "" if not text or News.from_json(text).goes_on else text
 
         return look
 
