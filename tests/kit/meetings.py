@@ -29,6 +29,8 @@ class Meetings:
             **{**limits, **fields, "rdzv_conf": {"is_host": number == 0}},
         )
         self.made.append(ElasticRendezvous(config, self.said.append, self.stopped.is_set, by_command=True))
+        if number == 0:  # so that none asks at a port that is not served yet, where it might meet itself
+            self.made[0]._linked()
         return self.made[-1]
 
     def close(self) -> None:

@@ -61,6 +61,15 @@ def meet(each: Agent) -> str:
     return ""
 
 
+def test_failures_of_all_machines_count_wherever_they_were_seen(meetings: Meetings, tmp_path: Path) -> None:
+    agents = [agent(meetings, number, tmp_path) for number in range(3)]
+    for host in ("b", "c", "b"):
+        agents[2]._failures.record(host)
+    together(*(partial(meet, each) for each in agents))
+    for each in agents:
+        assert [failure.host for failure in each._failures.past()] == ["b", "c", "b"]
+
+
 @pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])
 def test_machines_on_their_way_hear_that_a_failure_has_ended_the_run(
     failed: int, meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ def test_the_first_failure_is_everybody_s() -> None:
     news = second.news(at_once=True)
     assert news is not None
     assert news.failure.message == "rank 0 failed"
+    assert news.host == socket.gethostname() == second.host
 
 
 def test_a_loss_is_no_failure_of_any_machine() -> None:
@@ -102,6 +104,7 @@ def test_a_lone_machine_asks_no_store() -> None:
     assert machines.announce(failure, goes_on=False).failure is failure
     assert machines.news() is None
     assert machines.change() is None
+    assert machines.host == "", "there is no other one to tell it from"
 
 
 def test_a_change_is_announced_to_all() -> None:

@@ -27,7 +27,7 @@ from trainer_kit.launch.function import value_file
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
+from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
 from trainer_kit.utils.new_place import clear, give_place, waiting
 
@@ -149,15 +149,15 @@ class Agent(LocalElasticAgent):
         self._starts = max(rendezvous.starts, *starts)
         self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
-    def _words(self) -> tuple[int, list[float], str]:
+    def _words(self) -> tuple[int, list[PastFailure], str]:
         """Return what the other machines need to know of this one.
 
-        That is the number of earlier starts of its ranks, the ages of failures, and the membership that the ranks have
-        left while they wait for a new place ("" if they do not).
+        That is the number of earlier starts of its ranks, the failures that it knows of, and the membership that the
+        ranks have left while they wait for a new place ("" if they do not).
         """
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
         left = self._machines.rendezvous.membership if self._are_waiting() else ""
-        return starts, self._failures.ages(), left
+        return starts, self._failures.past(), left
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
@@ -407,7 +407,7 @@ class Agent(LocalElasticAgent):
         if lost:
             self._say(f"{self._summary()}; lost: {lost}; restart, which --max-restarts does not count")
         else:
-            self._failures.record()
+            self._failures.record(self._machines.host)
         return self._end(goes_on)
 
     def _follow(self, news: News) -> RunResult:
@@ -416,7 +416,7 @@ class Agent(LocalElasticAgent):
         if news.goes_on:
             self._say(f"{self._summary()}; restart with the other machines")
         if not news.is_loss:
-            self._failures.record()
+            self._failures.record(news.host)
         return self._end(news.goes_on)
 
     def _end(self, goes_on: bool) -> RunResult:
@@ -431,7 +431,7 @@ class Agent(LocalElasticAgent):
         """Decide whether to restart after a failure."""
         if self._limit.failures == 0:
             return False
-        goes_on, words = self._failures.decide(self._step(), self._step_at_start)
+        goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
         self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")
         return goes_on
 

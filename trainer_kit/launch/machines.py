@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,11 @@ class Machines:
         self._store: Store | None = None
         self._place, self._count = 0, 1
 
+    @property
+    def host(self) -> str:
+        """Name of this machine where the run may have several; "" else."""
+        return socket.gethostname() if self._config.num_nodes > 1 else ""
+
     def join(self, store: Store, place: int, count: int) -> None:
         """Use the empty store of a new rendezvous.
 
@@ -70,7 +76,7 @@ class Machines:
             goes_on: Whether this machine would restart its ranks.
             is_loss: Whether it follows from the loss of a machine.
         """
-        own = News(failure, goes_on, is_loss)
+        own = News(failure, goes_on, is_loss, self.host)
         if not self._is_reachable():
             return own
         try:
