@@ -11,22 +11,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.generations import write_part
 
-from trainer_kit.checkpoint import FileEntry, Manifest, generations
-from trainer_kit.checkpoint.format.disk import write_file
+from trainer_kit.checkpoint import FileEntry, generations
 from trainer_kit.checkpoint.generations import (
     MARKER,
     Generation,
     Marker,
     choose,
-    find_generations,
     folder_name,
     give_up_copies,
     has_state,
+    list_generations,
     make_private_folder,
+    newer_generations,
+    read_generation,
     read_marker,
     remove_marker,
-    write_manifest,
     write_marker,
 )
 
@@ -46,14 +47,19 @@ HELD = st.dictionaries(st.integers(1, 6), st.frozensets(st.sampled_from([*FILES]
 def test_the_newest_generation_of_which_all_parts_are_somewhere_is_chosen(
     held: list[dict[int, frozenset[str]]], on_disk: int | None
 ) -> None:
-    found = [[generation(step, names) for step, names in each.items()] for each in held]
-    choice = choose(found, on_disk)
+    found = [{each.name: each for each in (generation(*facts) for facts in rank.items())} for rank in held]
+    choices = []
+    for name in newer_generations([[*each] for each in found], on_disk):
+        choices.append(choose([each.get(name) for each in found]))
+        if choices[-1].generation is not None:
+            break
+    choice = choices[-1] if choices else choose([None] * len(held))
     steps = {step for each in held for step in each}
     there = {step: frozenset[str]().union(*(each.get(step, frozenset()) for each in held)) for step in steps}
     newer = {step: names for step, names in there.items() if on_disk is None or step > on_disk}
     complete = [step for step, names in newer.items() if names == FILES.keys()]
     assert (choice.generation and choice.generation.step) == max(complete, default=None)
-    assert len(choice.refused) == sum(step > max(complete, default=0) for step in newer)
+    assert sum(bool(each.refused) for each in choices) == sum(step > max(complete, default=0) for step in newer)
     if choice.generation is not None:
         assert choice.holders.keys() == FILES.keys()
         for name, rank in choice.holders.items():
@@ -61,30 +67,18 @@ def test_the_newest_generation_of_which_all_parts_are_somewhere_is_chosen(
 
 
 def test_machines_that_have_all_share_the_work() -> None:
-    both = [[generation(4, frozenset(FILES))], [generation(4, frozenset(FILES))]]
-    assert choose(both, None).holders == {"a": 0, "b": 1, "c": 1}
+    both = [generation(4, frozenset(FILES)), generation(4, frozenset(FILES))]
+    assert choose(both).holders == {"a": 0, "b": 1, "c": 1}
+    assert choose([both[0], None, both[1]]).holders == {"a": 0, "b": 2, "c": 2}
 
 
 def test_the_reason_names_what_is_damaged_or_missing() -> None:
-    found = [[generation(4, frozenset("ab"), "c is damaged"), generation(2, frozenset("ab"))], []]
-    assert choose(found, None).refused == [
-        "the copies of step 4 cannot be used: c is damaged",
-        "the copies of step 2 cannot be used: no machine that is here has c",
-    ]
-    assert choose(found, 2).refused == ["the copies of step 4 cannot be used: c is damaged"]
-
-
-def write_part(folder: Path, name: str, owner: int, holder: int, contents: dict[str, bytes]) -> None:
-    """Write what a process holds of a generation of two processes with one file each."""
-    whole = {"model": b"weights", "state/optimizer": b"moments"}
-    part = folder / folder_name(name, owner, holder)
-    (part / "state").mkdir(parents=True)
-    entries = {each: write_file(part / each, [content]) for each, content in whole.items()}
-    for each in whole.keys() - contents.keys():
-        (part / each).unlink()
-    for each, content in contents.items():
-        (part / each).write_bytes(content)
-    write_manifest(part, Manifest.of(entries, int(name[:8]), 2))
+    damaged, missing = generation(4, frozenset("ab"), "c is damaged"), generation(2, frozenset("ab"))
+    assert choose([damaged, None]).refused == "the copies of step 4 cannot be used: c is damaged"
+    assert choose([None, missing]).refused == "the copies of step 2 cannot be used: no machine that is here has c"
+    assert choose([None, None]).refused == ""
+    assert newer_generations([[damaged.name, missing.name], []], None) == [damaged.name, missing.name]
+    assert newer_generations([[missing.name], [damaged.name]], 2) == [damaged.name]
 
 
 def test_own_and_received_files_of_a_machine_are_found_together(tmp_path: Path) -> None:
@@ -92,29 +86,34 @@ def test_own_and_received_files_of_a_machine_are_found_together(tmp_path: Path) 
     write_part(tmp_path, "00000004-0000000a", 1, 0, {"state/optimizer": b"moments"})
     (tmp_path / folder_name("00000006-0000000b", 0, 0)).mkdir()  # without a manifest: it was not written to its end
     (tmp_path / "something else").mkdir()
-    (found,) = find_generations(tmp_path)
+    assert list_generations(tmp_path) == ["00000004-0000000a"]
+    found = read_generation(tmp_path, "00000004-0000000a")
+    assert found is not None
     assert (found.step, found.world_size, found.problems) == (4, 2, [])
     assert {name: path.read_bytes() for name, path in found.places.items()} == {
         "model": b"weights",
         "state/optimizer": b"moments",
     }
-    assert find_generations(tmp_path / "missing") == []
+    assert list_generations(tmp_path / "missing") == []
+    assert read_generation(tmp_path, "00000006-0000000b") is None
+    assert read_generation(tmp_path / "missing", "00000004-0000000a") is None
 
 
 def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     write_part(tmp_path, "00000004-0000000a", 0, 0, {"model": b"weights", "state/optimizer": b"momentS"})
-    (found,) = find_generations(tmp_path)
+    found = read_generation(tmp_path, "00000004-0000000a")
+    assert found is not None
     assert [*found.places] == ["model"]
     (problem,) = found.problems
     assert "optimizer is damaged: its checksum is" in problem
-    assert choose([[found]], None).generation is None
+    assert choose([found]).generation is None
 
 
 def test_a_right_copy_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
     for machine, model in enumerate((b"weightS", b"weights")):
         contents = {"model": model, "state/optimizer": b"moments"}
         write_part(tmp_path / str(machine), "00000004-0000000a", 0, machine, contents)
-    choice = choose([find_generations(tmp_path / str(machine)) for machine in range(2)], None)
+    choice = choose([read_generation(tmp_path / str(machine), "00000004-0000000a") for machine in range(2)])
     assert choice.generation is not None
     assert choice.holders["model"] == 1
     assert not choice.refused
@@ -129,7 +128,8 @@ def test_only_this_user_may_enter_the_folder(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="is no folder of this user"):
         make_private_folder(folder)
     write_part(folder, "00000004-0000000a", 0, 0, {"model": b"weights"})
-    assert find_generations(folder) == [], "another user may have put anything there"
+    assert list_generations(folder) == [], "another user may have put anything there"
+    assert read_generation(folder, "00000004-0000000a") is None
 
 
 def test_a_link_is_no_folder_of_copies(tmp_path: Path) -> None:

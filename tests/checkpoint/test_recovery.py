@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 from kit.copied_training import train
+from kit.generations import write_part
 from kit.ranks import on_ranks, try_on_ranks
 
-from trainer_kit.checkpoint import find_checkpoints, recovery, verify
+from trainer_kit.checkpoint import Manifest, find_checkpoints, recovery, verify
 from trainer_kit.checkpoint.format import disk
+from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
+from trainer_kit.checkpoint.generations import folder_name
 from trainer_kit.errors import SaveError
 from trainer_kit.strategies import multinode_session
+from trainer_kit.strategies.single import SingleDevice
 
 Damage = Callable[[pytest.MonkeyPatch, int], None]
 
@@ -42,6 +46,43 @@ def test_machines_that_see_no_output_folder_send_their_files(tmp_path: Path, los
     verify(tmp_path / "run" / "checkpoint-4")
 
 
+@pytest.mark.parametrize(
+    ("newest", "damaged", "chosen", "refused", "read"),
+    [
+        (None, (), 6, [], {6}),
+        (None, (6,), 4, [6], {4, 6}),
+        (2, (4, 6), None, [6, 4], {4, 6}),
+        (6, (), None, [], set()),
+    ],
+)
+def test_no_more_generations_are_read_than_needed(
+    tmp_path: Path, newest: int | None, damaged: tuple[int, ...], chosen: int | None, refused: list[int], read: set[int]
+) -> None:
+    for step in (2, 4, 6):
+        contents = {"model": b"weightS" if step in damaged else b"weights", "state/optimizer": b"moments"}
+        write_part(tmp_path, f"{step:08}-0000000a", 0, 0, contents)
+    known: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        check = Manifest.check
+        patch.setattr(Manifest, "check", lambda own, *args: (known.add(own.step), check(own, *args))[1])
+        search = recovery._search(SingleDevice("cpu"), tmp_path, newest)
+    found = search.choice.generation
+    assert (found and found.step) == chosen
+    assert [int(each.removeprefix("the copies of step ").split()[0]) for each in search.refused] == refused
+    assert known == read
+    assert not search.finds_nothing
+
+
+@pytest.mark.parametrize("manifest", [None, "{"])
+def test_nothing_is_left_where_no_copy_was_written_to_its_end(tmp_path: Path, manifest: str | None) -> None:
+    folder = tmp_path / folder_name("00000004-0000000a", 0, 0)
+    folder.mkdir()
+    if manifest is not None:
+        (folder / MANIFEST_NAME).write_text(manifest)
+    search = recovery._search(SingleDevice("cpu"), tmp_path, None)
+    assert (search.choice.generation, search.refused, search.finds_nothing) == (None, [], True)
+
+
 def fill_disk(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the disk be full for the second process."""
 
@@ -55,19 +96,19 @@ def fill_disk(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def flip_late(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Flip a bit in the memory of the second machine after its copies were compared with their checksums."""
-    find = recovery.find_generations
+    read = recovery.read_generation
 
-    def flips(folder: Path) -> Any:
-        found = find(folder)
-        for generation in found:
-            for name, path in generation.places.items():
-                if rank == 1 and name.endswith(".safetensors"):
-                    content = bytearray(path.read_bytes())
-                    content[-1] ^= 1
-                    path.write_bytes(content)
+    def flips(folder: Path, generation: str) -> Any:
+        found = read(folder, generation)
+        assert found is not None
+        for name, path in found.places.items():
+            if rank == 1 and name.endswith(".safetensors"):
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
         return found
 
-    patch.setattr(recovery, "find_generations", flips)
+    patch.setattr(recovery, "read_generation", flips)
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from kit.guides import dry_run
+from kit.manifests import SCHEMAS, problems
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 # What the operators set in a container: see pytorch/envvar.go of the training operator, and Indexed Jobs.
@@ -59,6 +60,35 @@ def test_the_launcher_takes_the_command(
         assert {each["name"] for each in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
         assert pod["terminationGracePeriodSeconds"] >= 60
     assert machines == expected
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_kubernetes_takes_the_manifest(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    manifest = yaml.safe_load(text)
+    assert problems(manifest) == []
+    checked = SCHEMAS[manifest["apiVersion"], manifest["kind"]].checked
+    assert f"\n# Checked against the schema of {checked}.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("backoffLimit: 100", "backOffLimit: 100", ".spec.replicatedJobs.template.spec.backOffLimit is unknown"),
+        ("maxRestarts: 10", 'maxRestarts: "10"', ".spec.failurePolicy.maxRestarts is '10', of another type"),
+        ("replicas: 1", "replicas: true", ".spec.replicatedJobs.replicas is True, of another type"),
+        ("OnFailure", "Sometimes", "restartPolicy is 'Sometimes', not one of"),
+        ('value: "4"', "value: 4", ".env.value is 4, of another type"),
+        ("- name: machines", "- names: machines", ".spec.replicatedJobs.name is missing"),
+        ('["sh", "-c"]', "sh", ".command is 'sh', not a list"),
+        ("enableDNSHostnames: true", "[]", ".spec.network is [], not a mapping"),
+        ("claimName: runs", "{}", "persistentVolumeClaim.claimName is missing"),
+    ],
+)
+def test_a_slip_in_a_manifest_is_found(old: str, new: str, problem: str) -> None:
+    text = (FOLDER / "jobset-elastic.yaml").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    assert problem in "\n".join(problems(yaml.safe_load(text.replace(old, new))))
 
 
 @pytest.mark.parametrize(("file", "candidates"), [("jobset.yaml", 1), ("jobset-elastic.yaml", 3)])

@@ -1,16 +1,28 @@
-"""Test the launcher's agent: what it takes the end of a rank for."""
+"""Test the launcher's agent: what it takes the end of a rank for, and whom it goes on with."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.meetings import Meetings, together
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch import machines
+from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.processes import run_processes
+from trainer_kit.launch.restart_limit import RestartLimit
 
 
 def test_a_rank_that_fails_between_two_questions_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +31,65 @@ def test_a_rank_that_fails_between_two_questions_has_failed(monkeypatch: pytest.
     words = ["-c", "import time; time.sleep(0.4); raise ValueError('late')"]
     with pytest.raises(ProcessFailed, match=r"rank 0 on .* left with exit code 1"):
         run_processes(LaunchConfig(num_processes=1, cpu=True), sys.executable, words)
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meetings]:
+    monkeypatch.setenv(environment.MEMBERSHIP, "")
+    meetings = Meetings()
+    yield meetings
+    meetings.close()
+
+
+def agent(meetings: Meetings, number: int, folder: Path) -> Agent:
+    """The agent of a machine, which starts no rank."""
+    rendezvous: Any = meetings.machine(number)
+    spec = WorkerSpec("trainer_kit", 1, rendezvous, entrypoint=sys.executable, max_restarts=0)
+    channel = Machines(rendezvous._config, rendezvous)
+    return Agent(
+        spec, RestartLimit(0), OutputFiles(folder, folder, None), "spawn", channel, deque(), meetings.said.append
+    )
+
+
+def meet(each: Agent) -> str:
+    """Return what has ended the run; "" if it goes on."""
+    try:
+        each._rendezvous(each._worker_group)
+    except ProcessFailed as failure:
+        each._machines.rendezvous.shutdown()
+        return failure.message
+    return ""
+
+
+def test_failures_of_all_machines_count_wherever_they_were_seen(meetings: Meetings, tmp_path: Path) -> None:
+    agents = [agent(meetings, number, tmp_path) for number in range(3)]
+    for host in ("b", "c", "b"):
+        agents[2]._failures.record(host)
+    together(*(partial(meet, each) for each in agents))
+    for each in agents:
+        assert [failure.host for failure in each._failures.past()] == ["b", "c", "b"]
+
+
+@pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])
+def test_machines_on_their_way_hear_that_a_failure_has_ended_the_run(
+    failed: int, meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have lost a rank and wait for the others, when the failure is announced; one that joins them hears of it."""
+    monkeypatch.setattr(machines, "_PARTING_SECONDS", 0.1)
+    agents = [agent(meetings, number, tmp_path) for number in range(3)]
+    assert together(*(partial(meet, each) for each in agents)) == [""] * 3
+    assert sum("3 of 3 machines, 2 are enough" in line for line in meetings.said) == 3
+    meetings.said.clear()
+
+    def fail() -> str:
+        time.sleep(0.5)  # the others are on their way
+        channel = agents[failed]._machines
+        channel.announce(ProcessFailed("rank 7 failed", 7, 1), goes_on=False)
+        channel.rendezvous.shutdown()
+        return "rank 7 failed"
+
+    others = [each for number, each in enumerate(agents) if number != failed]
+    if failed:
+        others.append(agent(meetings, 3, tmp_path))
+    assert {*together(fail, *(partial(meet, each) for each in others))} == {"rank 7 failed"}
+    assert meetings.said == [], "none goes on"

@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from kit.ranks import free_port
+from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
-
-from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-
-
-class Run:
-    """Rendezvous of a run whose machines are threads of this process."""
-
-    def __init__(self) -> None:
-        self.port, self.said = free_port(), list[str]()
-        self.made: list[ElasticRendezvous] = []
-        self.stopped = threading.Event()
-
-    def machine(self, number: int, **fields: Any) -> ElasticRendezvous:
-        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 0.5, "start_timeout": 30.0}
-        config = LaunchConfig(
-            node_rank=number,
-            master_port=self.port,
-            cpu=True,
-            **{**limits, **fields, "rdzv_conf": {"is_host": number == 0}},
-        )
-        self.made.append(ElasticRendezvous(config, self.said.append, self.stopped.is_set, by_command=True))
-        return self.made[-1]
 
 
 @pytest.fixture
-def elastic() -> Iterator[Run]:
-    run = Run()
-    yield run
-    run.stopped.set()
-    for machine in reversed(run.made):
-        machine.shutdown()
+def elastic() -> Iterator[Meetings]:
+    meetings = Meetings()
+    yield meetings
+    meetings.close()
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call) for call in calls]
-        return [future.result(timeout=60) for future in futures]
-
-
-def test_machines_meet_and_meet_again(elastic: Run) -> None:
+def test_machines_meet_and_meet_again(elastic: Meetings) -> None:
     machines = [elastic.machine(number) for number in range(3)]
     infos = together(*(machine.next_rendezvous for machine in machines))
     assert sorted(info.rank for info in infos) == [0, 1, 2]
@@ -70,7 +38,7 @@ def test_machines_meet_and_meet_again(elastic: Run) -> None:
     assert facts == ["2", "1", "0"], "number, the one before, and that it needs no claim"
 
 
-def test_the_others_go_on_when_one_has_left(elastic: Run) -> None:
+def test_the_others_go_on_when_one_has_left(elastic: Meetings) -> None:
     machines = [elastic.machine(number) for number in range(3)]
     infos = together(*(machine.next_rendezvous for machine in machines))
     machines[2].shutdown()
@@ -78,16 +46,20 @@ def test_the_others_go_on_when_one_has_left(elastic: Run) -> None:
     assert {info.world_size for info in again} == {2}
     order = sorted(range(2), key=lambda number: infos[number].rank)
     assert [again[number].rank for number in order] == [0, 1], "those that stay keep their order"
-    assert any("is gone: 2 of 3 machines go on" in line for line in elastic.said)
+    assert elastic.said == [], "the run may have ended"
+    for machine in machines[:2]:
+        machine.report()
+        machine.report()
+    assert sum("is gone: 2 of 3 machines go on" in line for line in elastic.said) == 2
 
 
-def test_too_few_machines_are_counted(elastic: Run) -> None:
+def test_too_few_machines_are_counted(elastic: Meetings) -> None:
     machine = elastic.machine(0, start_timeout=0.5)
     with pytest.raises(TimeoutError, match=r"a machine \(1 of at least 2 came\) did not answer within 0.5 s"):
         machine.next_rendezvous()
 
 
-def test_a_spare_hears_of_the_end(elastic: Run) -> None:
+def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
     machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
     together(*(machine.next_rendezvous for machine in machines[:2]))
     with ThreadPoolExecutor(2) as pool:
@@ -103,7 +75,7 @@ def test_a_spare_hears_of_the_end(elastic: Run) -> None:
         end.result(timeout=30)
 
 
-def test_a_signal_ends_the_wait(elastic: Run) -> None:
+def test_a_signal_ends_the_wait(elastic: Meetings) -> None:
     machine = elastic.machine(0)
     threading.Timer(0.3, elastic.stopped.set).start()
     with pytest.raises(InterruptedError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -28,11 +29,24 @@ from trainer_kit.launch.news import CHANGE, FAILED, Change, News
 from trainer_kit.launch.news import LOST as LOST_MACHINES
 
 
+class Store(dist.HashStore):
+    """A store in which something happens after several values were read."""
+
+    after_read: Callable[[], object] | None = None
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = super().multi_get(keys)
+        if self.after_read is not None:
+            self.after_read()
+            self.after_read = None
+        return found
+
+
 class Launchers:
     """Launchers that write to a store, and the keeper that reads it."""
 
     def __init__(self, least: int = 2, most: int = 3) -> None:
-        self.store, self.clock = dist.HashStore(), Clock()
+        self.store, self.clock = Store(), Clock()
         self.alive: set[int] = set()
         self.ended = deque[int]()
         ports, limits = itertools.count(4000), {"last_call": 3, "patience": 3}
@@ -208,6 +222,21 @@ def test_a_launcher_that_has_ended_is_not_waited_for(launchers: Launchers) -> No
     launchers.wait(second, formed)
     launchers.pass_time(1)
     assert launchers.published.numbers == (first, second)
+
+
+def test_the_last_sign_of_life_before_the_end_is_none_after_it(launchers: Launchers) -> None:
+    """It comes after the others were read, and the keeper hears of the end before it reads again."""
+    first, second, third = (launchers.come() for _ in range(3))
+    launchers.pass_time(1)
+    formed = launchers.membership
+    launchers.alive.remove(third)
+    launchers.store.after_read = lambda: (launchers.store.add(beat_key(third), 1), launchers.ended.append(third))
+    launchers.pass_time(0.5)
+    assert launchers.told(LOST_MACHINES) == b"host-2"
+    launchers.wait(first, formed)
+    launchers.wait(second, formed)
+    launchers.pass_time(0.5)
+    assert launchers.published.numbers == (first, second), "at once"
 
 
 def test_a_launcher_that_gives_signs_of_life_has_not_ended(launchers: Launchers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.machines import Machines
-from trainer_kit.launch.news import CHANGE, LOST, Change
+from trainer_kit.launch.news import CHANGE, LOST, Change, News
 
 
 def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Machines]:
@@ -44,6 +45,7 @@ def test_the_first_failure_is_everybody_s() -> None:
     news = second.news(at_once=True)
     assert news is not None
     assert news.failure.message == "rank 0 failed"
+    assert news.host == socket.gethostname() == second.host
 
 
 def test_a_loss_is_no_failure_of_any_machine() -> None:
@@ -69,17 +71,25 @@ def test_one_looks_once_a_second() -> None:
     assert second.news(at_once=True) is not None
 
 
-def test_news_that_come_while_machines_meet_again_are_not_missed() -> None:
+def test_an_end_that_comes_while_machines_meet_again_is_not_missed() -> None:
     first, second = channels()
-    missed = second.missed_news()
-    assert missed() is None
+    missed = second.missed_end()
+    assert missed() == ""
     first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=False)
     second.leave()
-    news = missed()
-    assert news is not None
+    news = News.from_json(missed())
     assert (news.failure.rank, news.goes_on) == (0, False)
     second.rendezvous.store_number = 2
-    assert missed() is None, "a lost store is not asked"
+    assert missed() == "", "a lost store is not asked"
+    assert second.missed_end()() == "", "it has not met before"
+
+
+@pytest.mark.parametrize(("goes_on", "is_lasting"), [(True, True), (False, False)])
+def test_what_ends_no_run_or_no_lasting_one_is_no_missed_end(goes_on: bool, is_lasting: bool) -> None:
+    first, second = channels(is_lasting=is_lasting)
+    missed = second.missed_end()
+    first.announce(ProcessFailed("rank 0 failed", 0, 3), goes_on=goes_on)
+    assert missed() == ""
 
 
 def test_texts_are_gathered_by_place() -> None:
@@ -94,6 +104,7 @@ def test_a_lone_machine_asks_no_store() -> None:
     assert machines.announce(failure, goes_on=False).failure is failure
     assert machines.news() is None
     assert machines.change() is None
+    assert machines.host == "", "there is no other one to tell it from"
 
 
 def test_a_change_is_announced_to_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -77,12 +78,49 @@ def test_whether_to_restart(
     assert said.startswith(words)
 
 
-@given(st.lists(st.lists(st.floats(0, 100), max_size=4), max_size=3), st.floats(1, 50))
-def test_a_machine_that_came_later_learns_of_earlier_failures(told: list[list[float]], waited: float) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "host", "words"),
+    [
+        ("bcb", "b", "; 3 of the 4 failures were on b"),
+        ("bbb", "c", "; 3 of the 4 failures were on b"),
+        ("bb", "b", "; 3 of the 3 failures were on b"),
+        ("bcc", "b", ""),
+        ("bc", "d", ""),
+        ("b", "c", ""),
+        (["", ""], "", ""),
+    ],
+)
+def test_the_machine_with_most_failures_is_named_at_the_end(earlier: Sequence[str], host: str, words: str) -> None:
+    for limit, reason in ((RestartLimit(1, 3600), " within 1 h"), (RestartLimit(1), " since the last")):
+        history = FailureHistory(limit)
+        for each in earlier:
+            history.record(each)
+        goes_on, said = history.decide(None, None, host)
+        assert not goes_on
+        assert said.endswith(reason + words)
+
+
+def test_failures_of_a_machine_are_forgotten_with_their_time() -> None:
+    clock = Clock()
+    history = FailureHistory(RestartLimit(1, 60), clock.monotonic)
+    for host in "cccb":
+        history.record(host)
+        clock.now += 25
+    _, said = history.decide(None, None, "b")
+    assert said.endswith("; 2 of the 3 failures were on b")
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.floats(0, 100), st.sampled_from("bc")), max_size=4), max_size=3), st.floats(1, 50)
+)
+def test_a_machine_that_came_later_learns_of_earlier_failures(
+    told: list[list[tuple[float, str]]], waited: float
+) -> None:
     clock = Clock()
     history = FailureHistory(RestartLimit(2, 60), clock.monotonic)
     history.merge(told)
     longest = max([[], *told], key=len)
-    assert history.count == sum(age < 60 for age in longest)
+    assert history.count == sum(age < 60 for age, _ in longest)
     clock.now += waited
-    assert history.count == sum(age + waited < 60 for age in longest)
+    assert history.count == sum(age + waited < 60 for age, _ in longest)
+    assert [each.host for each in history.past()] == [host for age, host in longest if age + waited < 60]

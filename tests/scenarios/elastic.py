@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Elastic:
         preloaded: bool = True,
         dies: str = "never",
         victim: int = 2,
+        deaths: Sequence[tuple[int, str]] = (),
         model: str = "counts",
         batch_size: int = 2,
         slow: str = "",
@@ -58,7 +60,8 @@ class Elastic:
         limits = ["--master-port", "29517", "--start-timeout", str(timeout), "--last-call", str(last_call), "--cpu"]
         limits += ["--max-restarts", restarts] if restarts else []
         options = ["--model", model, "--batch-size", str(batch_size), "--pause", str(pause), "--marks", self.marks]
-        options += ["--dies", HOSTS[victim], dies] if dies != "never" else []
+        for dying, moment in [*deaths, *([(victim, dies)] if dies != "never" else [])]:
+            options += ["--dies", HOSTS[dying], moment]
         options += ["--slow", slow] if slow else []
         options += ["--copies", "memory"] if copies else []
         options += ["--fsdp"] if fsdp else []

@@ -18,13 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scenarios.elastic import Elastic
 from scenarios.machines import HOSTS, Command, Ended, finish, made_machines
+
+from trainer_kit.callbacks import read_log
 
 MACHINES = 4
 TOLD = 0.25
@@ -32,6 +35,9 @@ TOLD = 0.25
 
 TWICE = 0.25
 """Share of the losses of two of all machines at the same time, of which the other half goes on."""
+
+SAVE_STEPS = 3
+"""Steps from one checkpoint to the next, as in `machine_task`."""
 
 _LIMIT = 90.0  # seconds without a step
 _DOWN = 0.2, 2.0
@@ -116,11 +122,42 @@ class Rage:
         return not command.is_running() and command.process.wait() == 0 and bool(command.out.read_text())
 
 
+def count_repeats(records: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    """Return how many steps a run has taken again, how many it may at most by design, and how many it has.
+
+    Processes that go on after a loss take the step under way again. New ones resume from the newest checkpoint, which
+    is one save and the next one back, since a save is made before the next one begins; a loss may break it off.
+
+    Raises:
+        AssertionError: If a start has left the newest checkpoint aside, or the run has counted other steps.
+    """
+    newest = again = allowed = saved = broken_off = 0
+    for record, after in zip(records, [*records[1:], {}], strict=True):
+        event = record["event"]
+        if "learning_rate" in record:
+            again += record["step"] <= newest
+            newest = max(newest, record["step"])
+        elif event == "save":
+            saved, broken_off = record["step"], 0
+        elif event == "membership" and record["in_process"]:
+            assert record["again"] <= 1, record
+            allowed, broken_off = allowed + 1, broken_off + 1
+        elif event == "start" and newest and not after.get("in_process"):  # else a new main process begins to log
+            assert record["step"] >= saved, record
+            assert newest - record["step"] <= SAVE_STEPS * (2 + broken_off), record
+            allowed += min(newest, SAVE_STEPS * (2 + broken_off))
+    (summary,) = (record for record in records if "wall_seconds" in record)
+    counted: int = summary.get("steps_again", again)  # a new launch of the same machines is no change of them
+    assert again <= counted <= allowed, (again, summary, allowed)
+    return counted, allowed, newest
+
+
 def rage(folder: Path, kills: int, seed: int, say: Callable[[str], object] = print) -> None:
     """Let a training outlive `kills` losses of machines.
 
     Raises:
-        AssertionError: If it stands still, a sample is not used exactly once in each epoch, or a process is left over.
+        AssertionError: If it stands still, a sample is not used exactly once in each epoch, more steps are taken again
+            than by design, or a process is left over.
     """
     with made_machines(folder, MACHINES) as machines:
         elastic = Elastic(machines, folder / "shared")
@@ -128,6 +165,9 @@ def rage(folder: Path, kills: int, seed: int, say: Callable[[str], object] = pri
         chaos = Rage(elastic, seed, say)
         ended = chaos.run(kills)
         elastic.check(*ended)
+        again, allowed, steps = count_repeats(read_log(elastic.run / "log.jsonl"))
+        assert again <= allowed, chaos.texts()
+        say(f"goodput in steps: {steps / (steps + again):.1%}, by design at least {steps / (steps + allowed):.1%}")
         assert chaos.lost >= kills // 2, f"only {chaos.lost} machines were lost: the run is too short"
         finish(*chaos.current, within=60)  # the others hear of it, or miss the store
         for name in machines.names:

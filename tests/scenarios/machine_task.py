@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from trainer_kit import Callback, Run, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA, PeerCopies, SlowProcesses, slow_processes
 from trainer_kit.checkpoint import contribution
 from trainer_kit.checkpoint.format import ownership
+from trainer_kit.loop import rank_sync, regrouping
 from trainer_kit.strategies import process_group
 from trainer_kit.strategies.fsdp.strategy import FSDP
 from trainer_kit.strategies.multinode import MultiNode
+from trainer_kit.strategies.vote import Vote
 
 
 class Smooth(torch.nn.Module):
@@ -85,6 +88,69 @@ class Dies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DiesAmongOthers(Dies):
+    """Ends a machine while all exchange something: in the vote after step 6, or as they meet or heal after a loss."""
+
+    def __init__(self, host: str, moment: str, folder: Path) -> None:
+        super().__init__(host, moment)
+        self.died = folder / f"died-in-{moment}"
+        self.is_due = False
+        wrap = {"vote": self.wrap_vote, "meeting": self.wrap_meeting, "healing": self.wrap_healing}
+        wrap[moment]()
+
+    def on_step_end(self, run: Run) -> None:
+        self.is_due = run.state.step == 6
+
+    def die(self) -> None:
+        if self.is_here:
+            self.died.touch()
+        super().die()
+
+    def wrap_vote(self) -> None:
+        """Withhold this machine's part of the vote until it dies as the sums are read."""
+        begin = rank_sync.RankSync.begin
+
+        def withhold(own: rank_sync.RankSync, *args: Any) -> None:
+            if self.is_due and self.is_here:
+                own._vote = Vote(lambda _: self.die())  # type: ignore[arg-type,return-value]
+            begin(own, *args)
+
+        rank_sync.RankSync.begin = withhold  # type: ignore[method-assign]
+
+    def wrap_meeting(self) -> None:
+        """Let this machine be the only one that has come to the meeting."""
+        ask = regrouping.ask_for_place
+
+        def come(*args: Any) -> Any:
+            if self.is_here:
+                threading.Timer(1.0, self.die).start()
+            elif not self.died.exists():
+                while not self.died.exists():
+                    time.sleep(0.02)
+                time.sleep(0.5)  # for the system to close its connections
+            return ask(*args)
+
+        regrouping.ask_for_place = come
+
+    def wrap_healing(self) -> None:
+        """Let the others need the weights of the main process, and this machine die as they are sent."""
+        set_up, share = regrouping.Regrouping._set_up, MultiNode.share_model
+
+        def need(own: regrouping.Regrouping, group: Any) -> Any:
+            if not own.run.strategy.is_main and not self.died.exists():
+                own.is_whole = False
+                for parameter in own.run.model.parameters():
+                    torch.nn.init.constant_(parameter, 7.0)
+            return set_up(own, group)
+
+        def send(*args: Any) -> None:
+            self.die()
+            share(*args)
+
+        regrouping.Regrouping._set_up = need  # type: ignore[method-assign]
+        MultiNode.share_model = send  # type: ignore[method-assign]
+
+
 class Pause(Callback):
     """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
 
@@ -112,7 +178,10 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
-    parser.add_argument("--dies", nargs=2, help="a machine, and when it is lost: step, exchange, save, process")
+    parser.add_argument(
+        "--dies", nargs=2, action="append", default=[],
+        help="a machine, and when it is lost: step, exchange, save, process, vote, meeting, healing",
+    )  # fmt: skip
     parser.add_argument("--slow", help="a machine whose steps take longer, and which may be replaced")
     parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--copies", type=Path, help="folder for a copy of the state after every second step")
@@ -142,7 +211,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         dataset = [{"index": torch.tensor(index)} for index in range(task.SAMPLES)]
         callbacks.append(Signs())
         args = dataclasses.replace(args, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0)
-    callbacks += [Dies(*options.dies)] if options.dies else []
+    for host, moment in options.dies:
+        among = moment in ("vote", "meeting", "healing")
+        callbacks.append(DiesAmongOthers(host, moment, options.marks.parent) if among else Dies(host, moment))
     if options.copies:
         options.copies.mkdir(exist_ok=True)
         ownership.PART_BYTES = 256  # each process writes a part

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from kit.preloaded import PreloadedPython
 
-ADDRESSES = tuple(f"10.77.0.{number}" for number in (1, 2, 3, 4))
-HOSTS = ("machine-a", "machine-b", "machine-c", "machine-d")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in (1, 2, 3, 4, 5))
+HOSTS = ("machine-a", "machine-b", "machine-c", "machine-d", "machine-e")
 INTERFACE = "cable"
 LIMIT = 200  # seconds for a run
 _NEW_NAMESPACES = 0x04000000 | 0x00020000  # CLONE_NEWUTS and CLONE_NEWNS of linux/sched.h

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,28 @@ def test_two_machines_are_killed_within_a_second(elastic: Elastic) -> None:
     elastic.machines.kill(1)
     (ended,) = finish(commands[0])
     elastic.check(ended)
+
+
+def test_machines_are_killed_in_the_vote_in_the_meeting_and_in_healing(tmp_path: Path) -> None:
+    """One after another, so that the two that are left go on in their processes after all three."""
+    deaths = [(4, "vote"), (3, "meeting"), (2, "healing")]
+    with made_machines(tmp_path, 5) as machines:
+        elastic = Elastic(machines, tmp_path / "shared")
+        commands = elastic.start_all(nodes="2:5", pause=0.1, deaths=deaths, last_call=60)
+        ended = finish(*commands[:2])
+    elastic.check(*ended)
+    died = {path.name for path in elastic.marks.parent.glob("died-in-*")}
+    assert died == {f"died-in-{moment}" for _, moment in deaths}
+    assert len(elastic.processes()) == 5, "no process was started a second time"
+    assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
+    for each in ended:
+        gone = re.findall(r"([\w, -]+) (?:is|are) gone: (\d) of 5 machines go on", each.err)
+        *first, last = [name for names, _ in gone for name in names.strip().split(", ")]
+        assert ({*first}, last, gone[-1][1]) == ({HOSTS[3], HOSTS[4]}, HOSTS[2], "2")
+        assert "; restart " not in each.err, "it is no failure"
+    (lost,) = elastic.memberships()
+    assert (lost["lost"], lost["in_process"]) == ([*HOSTS[2:]], True)
+    assert (lost["step"], lost["again"]) == (6, 0)
 
 
 def test_a_killed_machine_comes_back(elastic: Elastic) -> None:

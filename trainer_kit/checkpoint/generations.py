@@ -59,43 +59,47 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The newest generation of which every file is somewhere.
+    """A generation of which every file is somewhere.
 
     Attributes:
-        generation: What one of the machines holds of it; None if there is no generation to use.
+        generation: What one of the machines holds of it; None if it cannot be used.
         holders: Rank of a process whose machine has each file.
-        refused: A sentence for each newer generation that cannot be used.
+        refused: Why it cannot be used; "" if it can, or no machine holds a part of it.
     """
 
     generation: Generation | None
     holders: Mapping[str, int]
-    refused: Sequence[str]
+    refused: str
 
 
-def choose(found: Sequence[Sequence[Generation]], newest_on_disk: int | None) -> Choice:
-    """Return the newest generation that is complete and newer than the newest checkpoint.
+def newer_generations(listed: Sequence[Sequence[str]], newest_on_disk: int | None) -> list[str]:
+    """Return the names of the generations that are newer than the newest checkpoint, newest first.
 
     Args:
-        found: What each rank has found in the memory of its machine.
+        listed: Names of the generations of which the memory of each rank's machine holds a part.
         newest_on_disk: Step of the newest checkpoint on the disk; None if there is none.
     """
-    parts: dict[tuple[int, str], dict[int, Generation]] = {}
-    for rank, each in enumerate(found):
-        for generation in each:
-            parts.setdefault((generation.step, generation.name), {})[rank] = generation
-    refused = list[str]()
-    for (step, _), by_rank in sorted(parts.items(), reverse=True):
-        if newest_on_disk is not None and step <= newest_on_disk:
-            break
-        first = next(iter(by_rank.values()))
-        holders = _holders(first.files, by_rank)
-        missing = sorted(first.files.keys() - holders.keys())
-        if not missing:
-            return Choice(first, holders, refused)
-        problems = [problem for each in by_rank.values() for problem in each.problems]
-        why = "; ".join(problems) or f"no machine that is here has {missing[0]}"
-        refused.append(f"the copies of step {step} cannot be used: {why}")
-    return Choice(None, {}, refused)
+    names = {name for each in listed for name in each if newest_on_disk is None or step_of(name) > newest_on_disk}
+    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
+
+
+def choose(found: Sequence[Generation | None]) -> Choice:
+    """Return how a generation can be used, if it is complete.
+
+    Args:
+        found: What each rank has found of it in the memory of its machine.
+    """
+    by_rank = {rank: each for rank, each in enumerate(found) if each is not None}
+    if not by_rank:
+        return Choice(None, {}, "")
+    first = next(iter(by_rank.values()))
+    holders = _holders(first.files, by_rank)
+    missing = sorted(first.files.keys() - holders.keys())
+    if not missing:
+        return Choice(first, holders, "")
+    problems = [problem for each in by_rank.values() for problem in each.problems]
+    why = "; ".join(problems) or f"no machine that is here has {missing[0]}"
+    return Choice(None, {}, f"the copies of step {first.step} cannot be used: {why}")
 
 
 def _holders(files: Mapping[str, FileEntry], by_rank: Mapping[int, Generation]) -> dict[str, int]:
@@ -188,28 +192,45 @@ def folders_of(folder: Path) -> Iterator[tuple[str, Path]]:
                 yield match[1], path
 
 
-def find_generations(folder: Path) -> list[Generation]:
-    """Return what the memory of this machine holds of each generation; every file is compared with its checksum.
+def list_generations(folder: Path) -> list[str]:
+    """Return the names of the generations of which the memory of this machine holds a part, oldest first.
 
     Args:
         folder: Folder of the run's copies.
     """
-    found: dict[str, Generation] = {}
     if not (os.path.lexists(folder) and _is_own(folder)):
         return []
-    for name, path in folders_of(folder):
+    # Without a manifest, a process was killed while it wrote, or received.
+    names = {name for name, path in folders_of(folder) if (path / MANIFEST_NAME).is_file()}
+    return sorted(names, key=lambda name: (step_of(name), name))
+
+
+def read_generation(folder: Path, name: str) -> Generation | None:
+    """Return what the memory of this machine holds of a generation; every file is compared with its checksum.
+
+    Args:
+        folder: Folder of the run's copies.
+        name: Name of the generation.
+
+    Returns:
+        What it holds; None if that is nothing.
+    """
+    found: Generation | None = None
+    if not (os.path.lexists(folder) and _is_own(folder)):
+        return None
+    for path in (path for each, path in folders_of(folder) if each == name):
         try:
             manifest = Manifest.read(path)
         except CheckpointError as error:  # a process was killed while it wrote, or received
             logger.debug("%s is left out: %s", path, error)
             continue
         places, problems = _check(path, manifest)
-        if (known := found.get(name)) is not None:
-            places, problems = {**places, **known.places}, [*known.problems, *problems]
-        found[name] = Generation(
+        if found is not None:
+            places, problems = {**places, **found.places}, [*found.problems, *problems]
+        found = Generation(
             name, manifest.step, manifest.world_size, socket.gethostname(), manifest.files, places, problems
         )
-    return [*found.values()]
+    return found
 
 
 def _check(folder: Path, manifest: Manifest) -> tuple[dict[str, Path], list[str]]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_kit.checkpoint import CHECKPOINT_PREFIX, FileEntry, Snapshot, find_checkpoints
 from trainer_kit.checkpoint.format.commit import commit_staging, open_staging
 from trainer_kit.checkpoint.format.disk import flush_file, make_folders, remove_folder, write_file
 from trainer_kit.checkpoint.format.json_files import checksum
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
-from trainer_kit.checkpoint.generations import Generation, choose, find_generations, read_marker
+from trainer_kit.checkpoint.generations import (
+    Choice,
+    Generation,
+    choose,
+    list_generations,
+    newer_generations,
+    read_generation,
+    read_marker,
+)
 from trainer_kit.errors import CutOffError, SaveError
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.units import format_size, join_names
@@ -44,22 +53,20 @@ def recover(
     marker = collectives.on_main(lambda: read_marker(output_dir))
     if marker is None:
         return None
-    own = find_generations(marker.folder(root)) if collectives.is_local_main else []
-    found = collectives.gather_object(own)
-    choice = choose(found, newest)
-    chosen = choice.generation
+    search = _search(strategy, marker.folder(root), newest)
+    chosen = search.choice.generation
     if collectives.is_main:
         otherwise = "the start" if newest is None else f"the checkpoint of step {newest}"
         instead = otherwise if chosen is None else f"the copies of step {chosen.step}"
-        if not any(found):
+        if search.finds_nothing:
             logger.info("no copy of the state is left in memory; the run resumes from %s", instead)
-        for reason in choice.refused:
+        for reason in search.refused:
             logger.warning("%s; the run resumes from %s", reason, instead)
     if chosen is None:
         return None
-    here = next((each.places for each in own if each.name == chosen.name), {})
+    holders, own = search.choice.holders, search.found[collectives.rank]
     try:
-        directory = _write_out(strategy, output_dir, chosen, choice.holders, here, confirm)
+        directory = _write_out(strategy, output_dir, chosen, holders, {} if own is None else own.places, confirm)
     except CutOffError:
         raise
     except OSError as error:
@@ -69,9 +76,47 @@ def recover(
         ) from error
     if collectives.is_main:
         size = sum(entry.size for entry in chosen.files.values())
-        hosts = {each.host: None for rank in sorted({*choice.holders.values()}) for each in found[rank]}
+        hosts = {each.host: None for rank in sorted({*holders.values()}) if (each := search.found[rank]) is not None}
         logger.info("wrote %s (%s) from the memory of %s", directory, format_size(size), join_names(hosts))
     return directory
+
+
+class _Search(NamedTuple):
+    """What was found in the memory of machines.
+
+    Attributes:
+        choice: The newest generation that can be used.
+        found: What each rank has found of it.
+        refused: A sentence for each newer generation that cannot be used.
+        finds_nothing: Whether no copy is left, not even one older than the newest checkpoint.
+    """
+
+    choice: Choice
+    found: Sequence[Generation | None]
+    refused: Sequence[str]
+    finds_nothing: bool
+
+
+def _search(strategy: Strategy, folder: Path, newest: int | None) -> _Search:
+    """Find the newest generation that can be used; older ones are not read. Collective.
+
+    Args:
+        strategy: The strategy.
+        folder: Folder of the run's copies, in the memory of each machine.
+        newest: See `recover`.
+    """
+    collectives, is_reader = strategy.collectives, strategy.collectives.is_local_main
+    listed = collectives.gather_object(list_generations(folder) if is_reader else [])
+    newer, refused = newer_generations(listed, newest), list[str]()
+    finds_nothing = newer_generations(listed, None) == newer
+    for name in newer:
+        found = collectives.gather_object(read_generation(folder, name) if is_reader else None)
+        choice = choose(found)
+        finds_nothing = finds_nothing and not any(found)
+        if choice.generation is not None:
+            return _Search(choice, found, refused, finds_nothing)
+        refused += [choice.refused] if choice.refused else []
+    return _Search(Choice(None, {}, ""), [], refused, finds_nothing)
 
 
 def newest_step(output_dir: Path) -> int | None:

@@ -18,6 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
@@ -26,7 +27,7 @@ from trainer_kit.launch.function import value_file
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.launch.restart_limit import FailureHistory, RestartLimit
+from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
 from trainer_kit.utils.new_place import clear, give_place, waiting
 
@@ -109,12 +110,17 @@ class Agent(LocalElasticAgent):
         return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines.
+
+        Raises:
+            ProcessFailed: If a failure has ended the run, which this machine may have missed on its way.
+        """
         rendezvous = self._machines.rendezvous
         if self._has_met:  # before the ranks were ended
             self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
             return
         self._change = None
-        words = self._words()
+        words, missed_end = self._words(), self._machines.missed_end()
         while True:
             self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
             self._machines.leave()
@@ -122,13 +128,20 @@ class Agent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 assert worker_group.store is not None
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
-                told = [json.loads(text) for text in self._machines.gather(json.dumps(words))]
+                told = [json.loads(text) for text in self._machines.gather(json.dumps((*words, missed_end())))]
                 break
+            except RendezvousGracefulExitError:
+                if end := missed_end():
+                    raise News.from_json(end).failure from None
+                raise
             except (DistStoreError, DistNetworkError):  # a machine or the store was lost after the meeting
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
-        starts, histories, left = zip(*told, strict=True)
+        starts, histories, left, ends = zip(*told, strict=True)
+        for end in filter(None, ends):
+            raise News.from_json(end).failure
+        rendezvous.report()
         self._failures.merge(histories)
         self._stays = left[0] != "" and len(set(left)) == 1
         rendezvous.confirm()
@@ -136,15 +149,15 @@ class Agent(LocalElasticAgent):
         self._starts = max(rendezvous.starts, *starts)
         self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
-    def _words(self) -> tuple[int, list[float], str]:
+    def _words(self) -> tuple[int, list[PastFailure], str]:
         """Return what the other machines need to know of this one.
 
-        That is the number of earlier starts of its ranks, the ages of failures, and the membership that the ranks have
-        left while they wait for a new place ("" if they do not).
+        That is the number of earlier starts of its ranks, the failures that it knows of, and the membership that the
+        ranks have left while they wait for a new place ("" if they do not).
         """
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
         left = self._machines.rendezvous.membership if self._are_waiting() else ""
-        return starts, self._failures.ages(), left
+        return starts, self._failures.past(), left
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
@@ -162,15 +175,10 @@ class Agent(LocalElasticAgent):
 
     def _regroup(self, worker_group: WorkerGroup) -> RunResult:
         """Meet the machines that are left, and give the ranks of this one their new places."""
-        missed, pids = self._machines.missed_news(), {worker.local_rank: worker.id for worker in self.workers}
+        pids = {worker.local_rank: worker.id for worker in self.workers}
         self._rendezvous(worker_group)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
-        news = missed()
-        if news is not None and not news.goes_on:
-            self.failed = news.failure
-            self._close(signal.SIGTERM)
-            return self._end(goes_on=False)
         if self._stays:
             self._passed_on = None
             for worker in worker_group.workers:
@@ -399,7 +407,7 @@ class Agent(LocalElasticAgent):
         if lost:
             self._say(f"{self._summary()}; lost: {lost}; restart, which --max-restarts does not count")
         else:
-            self._failures.record()
+            self._failures.record(self._machines.host)
         return self._end(goes_on)
 
     def _follow(self, news: News) -> RunResult:
@@ -408,7 +416,7 @@ class Agent(LocalElasticAgent):
         if news.goes_on:
             self._say(f"{self._summary()}; restart with the other machines")
         if not news.is_loss:
-            self._failures.record()
+            self._failures.record(news.host)
         return self._end(news.goes_on)
 
     def _end(self, goes_on: bool) -> RunResult:
@@ -423,7 +431,7 @@ class Agent(LocalElasticAgent):
         """Decide whether to restart after a failure."""
         if self._limit.failures == 0:
             return False
-        goes_on, words = self._failures.decide(self._step(), self._step_at_start)
+        goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
         self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")
         return goes_on
 

@@ -81,6 +81,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._link: Link | None = None
         self._past: tuple[Membership, ...] = ()
         self._published = Published()
+        self._unsaid: list[str] = []
         self._has_claimed = self._is_outvoted = self._gives_up = self._hands_over = False
         self._better: int | None = None  # candidate whose store has a newer membership
         self._next_look = 0.0
@@ -138,7 +139,7 @@ class ElasticRendezvous(RendezvousHandler):
                 self._unlink()
             else:
                 break
-        self._report(published)
+        self._note(published)
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
         self._is_outvoted, self._better = False, None
@@ -158,6 +159,12 @@ class ElasticRendezvous(RendezvousHandler):
         """
         if self._published.right is Right.MAJORITY:
             self._past = (self._published.membership,)
+
+    def report(self) -> None:
+        """Say who has met, once it is known that they go on."""
+        for text in self._unsaid:
+            self._say(text)
+        self._unsaid.clear()
 
     def is_outvoted(self) -> bool:
         """Return whether the ranks ended since other machines hold the output folder."""
@@ -345,8 +352,8 @@ class ElasticRendezvous(RendezvousHandler):
                 raise CutOffError(f"{self._here(link).describe(socket.gethostname())}: {_GOING_ON}")
             raise RendezvousGracefulExitError("the run has ended")
 
-    def _report(self, published: Published) -> None:
-        """Say who is there, where the number of machines may change."""
+    def _note(self, published: Published) -> None:
+        """Keep for `report` who is there, where the number of machines may change."""
         config, count = self._config, len(published.membership.machines)
         if config.min_nodes is None:
             return
@@ -358,7 +365,7 @@ class ElasticRendezvous(RendezvousHandler):
                 then = f"{first} serves the store, and if it is lost, the next one of {', '.join(others)}"
             else:
                 then = f"if the one at {first} is lost, which serves the store, the others wait up to {limit} for it"
-            self._say(f"{of}, {config.min_nodes} are enough; {then}")
+            self._unsaid.append(f"{of}, {config.min_nodes} are enough; {then}")
             return
         parts = [
             f"{', '.join(hosts)} {(one if len(hosts) == 1 else several)}"
@@ -368,7 +375,7 @@ class ElasticRendezvous(RendezvousHandler):
             if hosts
         ]  # fmt: skip
         if parts:
-            self._say(f"{' and '.join(parts)}: {of} go on")
+            self._unsaid.append(f"{' and '.join(parts)}: {of} go on")
 
     def shutdown(self) -> bool:
         """Leave the run."""

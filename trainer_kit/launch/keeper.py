@@ -343,7 +343,10 @@ class Keeper:
                     Machine(number, own.id, own.host, own.past, own.has_claimed, own.is_candidate, is_new)
                 )
         while self._ended:
-            self._gone.add(self._ended.popleft())
+            number = self._ended.popleft()
+            self._gone.add(number)
+            if number in self._beats:  # the last one may have come since they were read
+                self._beats[number] = (self._store.get(beat_key(number)), self._beats[number][1])
         self._alive = [machine for machine in self._alive if machine.number not in self._gone]
 
     def _publish(self, formed: Formed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,11 @@ class Machines:
         self._store: Store | None = None
         self._place, self._count = 0, 1
 
+    @property
+    def host(self) -> str:
+        """Name of this machine where the run may have several; "" else."""
+        return socket.gethostname() if self._config.num_nodes > 1 else ""
+
     def join(self, store: Store, place: int, count: int) -> None:
         """Use the empty store of a new rendezvous.
 
@@ -70,7 +76,7 @@ class Machines:
             goes_on: Whether this machine would restart its ranks.
             is_loss: Whether it follows from the loss of a machine.
         """
-        own = News(failure, goes_on, is_loss)
+        own = News(failure, goes_on, is_loss, self.host)
         if not self._is_reachable():
             return own
         try:
@@ -97,17 +103,23 @@ class Machines:
             return None
         return first
 
-    def missed_news(self) -> Callable[[], News | None]:
-        """Return a function that returns an announcement in the membership that ends now, as `news` does."""
-        store, number = self._reach(), self.rendezvous.store_number
+    def missed_end(self) -> Callable[[], str]:
+        """Return a function for use after the next meeting, which returns the news of the failure that ended the run.
 
-        def look() -> News | None:
-            if self.rendezvous.store_number != number:  # a lost one might block for long
-                return None
+        They stand in the membership that ends now: another machine may announce a failure while this one is on its way
+        to the meeting. The function returns "" if there are none.
+        """
+        # A rendezvous that does not last needs the port of its store again.
+        store, number = self._store if self.rendezvous.is_lasting else None, self.rendezvous.store_number
+
+        def look() -> str:
+            if store is None or self.rendezvous.store_number != number:  # a lost one might block for long
+                return ""
             try:
-                return News.from_json(store.get(FAILED)) if store.check([FAILED]) else None
+                text = store.get(FAILED).decode() if store.check([FAILED]) else ""
             except RuntimeError:  # the store is gone
-                return None
+                return ""
+            return "" if not text or News.from_json(text).goes_on else text
 
         return look
 

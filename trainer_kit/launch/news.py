@@ -42,17 +42,19 @@ class News(NamedTuple):
         failure: The first failure of the run.
         goes_on: Whether the machines restart their ranks.
         is_loss: Whether it follows from the loss of a machine, so that it counts as no failure.
+        host: Machine of the rank that failed; "" if it counts as no failure, or the run has one machine.
     """
 
     failure: ProcessFailed
     goes_on: bool
     is_loss: bool = False
+    host: str = ""
 
     def to_json(self) -> str:
         """Return the text of the store."""
         failure = self.failure
         facts = [failure.message, failure.rank, failure.exit_code, failure.traceback, failure.tail]
-        return json.dumps([facts, self.goes_on, self.is_loss])
+        return json.dumps([facts, self.goes_on, self.is_loss, self.host])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> News:

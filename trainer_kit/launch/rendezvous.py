@@ -72,6 +72,9 @@ class StaticRendezvous(StaticTCPRendezvous):
     def confirm(self) -> None:
         """Do nothing: all machines are in each membership."""
 
+    def report(self) -> None:
+        """Do nothing: the machines are fixed."""
+
     def is_outvoted(self) -> bool:
         """Return False: the machines are fixed."""
         return False

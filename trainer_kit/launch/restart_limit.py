@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,8 +45,20 @@ class RestartLimit(NamedTuple):
         return str(self.failures) if self.seconds is None else f"{self.failures} within {format_duration(self.seconds)}"
 
 
+class PastFailure(NamedTuple):
+    """A failure that counts.
+
+    Attributes:
+        age: Seconds since it happened.
+        host: Machine of the rank that failed; "" if the run has one machine.
+    """
+
+    age: float
+    host: str
+
+
 class FailureHistory:
-    """Times of a run's failures.
+    """Times and machines of a run's failures.
 
     Args:
         limit: Failures that are allowed.
@@ -55,27 +68,33 @@ class FailureHistory:
     def __init__(self, limit: RestartLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._clock = clock
-        self._times: list[float] = []
+        self._failures: list[tuple[float, str]] = []
 
-    def record(self) -> None:
-        """Count a failure that happens now."""
-        self._times.append(self._clock())
+    def record(self, host: str = "") -> None:
+        """Count a failure that happens now.
 
-    def ages(self) -> list[float]:
-        """Return the seconds since each counted failure, the oldest first."""
+        Args:
+            host: See `PastFailure`.
+        """
+        self._failures.append((self._clock(), host))
+
+    def past(self) -> list[PastFailure]:
+        """Return the failures that count, the oldest first."""
         now, seconds = self._clock(), self.limit.seconds
-        return [now - then for then in self._times if seconds is None or now - then < seconds]
+        return [
+            PastFailure(now - then, host) for then, host in self._failures if seconds is None or now - then < seconds
+        ]
 
-    def merge(self, histories: Sequence[Sequence[float]]) -> None:
+    def merge(self, histories: Sequence[Sequence[tuple[float, str]]]) -> None:
         """Take the longest of several machines' histories, since a machine that joined later has missed failures.
 
         Args:
-            histories: The ages of each machine.
+            histories: The failures of each machine, as of `past`.
         """
         now = self._clock()
-        self._times = [now - age for age in max([self.ages(), *histories], key=len)]
+        self._failures = [(now - age, host) for age, host in max([self.past(), *histories], key=len)]
 
-    def decide(self, step: int | None, step_at_start: int | None) -> tuple[bool, str]:
+    def decide(self, step: int | None, step_at_start: int | None, host: str = "") -> tuple[bool, str]:
         """Decide whether to restart after one more failure.
 
         It is allowed within the limit; beyond, if no time belongs to the limit, while the run makes progress.
@@ -83,6 +102,7 @@ class FailureHistory:
         Args:
             step: Step of the newest checkpoint; None if there is none.
             step_at_start: The same when the processes were started.
+            host: Machine of the one more; see `PastFailure`.
 
         Returns:
             Whether to restart, and what is to be said about it.
@@ -92,13 +112,22 @@ class FailureHistory:
         if number <= limit.failures:
             return True, f"restart {number} of {limit}{where}"
         if limit.seconds is not None:
-            return False, f"this is failure {number}, and --max-restarts allows {limit}"
+            return False, f"this is failure {number}, and --max-restarts allows {limit}{self._most(host)}"
         if step is None or (step_at_start is not None and step <= step_at_start):
             since = "written" if step is None else f"newer than that of step {step}"
-            return False, f"{number - 1} restarts are made, and no checkpoint is {since} since the last"
+            restarts = f"{number - 1} restarts are made"
+            return False, f"{restarts}, and no checkpoint is {since} since the last{self._most(host)}"
         return True, f"restart {number}, more than max_restarts={limit}, since there is a newer checkpoint{where}"
+
+    def _most(self, host: str) -> str:
+        """Return which machine had more failures than each other one, if it had several; "" if there is none."""
+        hosts = Counter([*(failure.host for failure in self.past()), host])
+        (name, most), *others = hosts.most_common(2)
+        if not name or most == 1 or any(count == most for _, count in others):
+            return ""
+        return f"; {most} of the {hosts.total()} failures were on {name}"
 
     @property
     def count(self) -> int:
         """Number of failures that count now."""
-        return len(self.ages())
+        return len(self.past())
