@@ -1,4 +1,7 @@
-"""Keeps the words of inline code in one piece: browsers break lines after hyphens, as in `--max-` and `restarts`."""
+"""Keeps the words of inline code in one piece: browsers break lines after hyphens, as in `--max-` and `restarts`.
+
+Also removes the space that the generator leaves between a default and its parenthesis.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ _LONGEST = 30
 """Characters that fit on a phone."""
 
 _CODE = re.compile(r"(<code>)([^<\n]*)(</code>)")
+_GAP = re.compile(r"(?<=</code>)\s+(?=\))")
 _WORD = re.compile(r"(?:&\w+;|[^\s&])*-(?:&\w+;|[^\s&])*")
 _HEAD = re.compile(r"-+\w[^\W_]*(?:-[^\W_]+)?")
 
@@ -18,6 +22,11 @@ def with_whole_words(page: str) -> str:
     Of a word that is too long for a phone, only the beginning of an option is. The text stays as it is, for copies.
     """
     return _CODE.sub(lambda code: f"{code[1]}{_WORD.sub(_marked, code[2])}{code[3]}", page)
+
+
+def without_gaps(page: str) -> str:
+    """Return the HTML of a page without space between inline code and a closing parenthesis."""
+    return _GAP.sub("", page)
 
 
 def _marked(word: re.Match[str]) -> str:
