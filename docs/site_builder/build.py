@@ -116,7 +116,8 @@ def build(folder: Path) -> list[str]:
         search.rank(folder / "site" / language)
         search.ignore_marks(folder / "site" / language)
         for page in (folder / "site" / language).rglob("*.html"):
-            page.write_text(with_whole_words(without_gaps(page.read_text(encoding="utf-8"))), encoding="utf-8")
+            text = with_whole_words(without_gaps(page.read_text(encoding="utf-8")), right_to_left=language == "ar")
+            page.write_text(text, encoding="utf-8")
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
     return [*problems_of(folder / "site"), *missing(folder / "site")]
 
