@@ -127,6 +127,17 @@ def made_defaults() -> dict[str, dict[str, str]]:
     return made
 
 
+def made_values() -> dict[str, str]:
+    """Return the values of public tables that the source makes from other names, as code by path."""
+    made = {}
+    for path, value in ((path, entry.value) for path, entry in entries().items()):
+        if isinstance(value, dict) and all(map(inspect.isclass, value.values())):
+            made[path] = f"{{{', '.join(f'{name!r}: {each.__name__}' for name, each in value.items())}}}"
+        elif isinstance(value, tuple) and all(hasattr(each, "_fields") for each in value):
+            made[path] = repr(value)
+    return made
+
+
 def names_of_modules() -> list[str]:
     """Return the paths of public names that modules have too: the source shows the module under such a path."""
     return [path for path in entries() if path in sys.modules]

@@ -80,7 +80,9 @@ def settings(language: str, pages: Mapping[str, set[PurePosixPath]]) -> dict[str
         palette["toggle"]["name"] = palette["toggle"]["name"][language]
     for toc in (each["toc"] for each in made["markdown_extensions"] if "toc" in each):
         toc["permalink_title"] = toc["permalink_title"][language]
-    facts = {"defaults": api.made_defaults(), "functions": api.names_of_modules()}
+    facts = {
+        "defaults": api.made_defaults(), "functions": api.names_of_modules(), "values": api.made_values(),
+    }  # fmt: skip
     python = next(each["mkdocstrings"] for each in made["plugins"] if "mkdocstrings" in each)["handlers"]["python"]
     python["options"]["extensions"] = ["dataclasses", {str(_HERE / "griffe_extension.py"): facts}]
     made["theme"]["language"] = language

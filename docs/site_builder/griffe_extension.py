@@ -9,15 +9,19 @@ from griffe import Extension, Module
 
 
 class RunTimeFacts(Extension):
-    """Shows the defaults that functions make by their value, and functions in place of modules of the same name.
+    """Shows what code makes by its value, and functions in place of modules of the same name.
 
     Args:
         defaults: Default values as code, by field, for each dataclass by its path in the source.
         functions: Paths of functions that a package has imported from its modules of the same name.
+        values: Values of attributes as code, by path.
     """
 
-    def __init__(self, defaults: Mapping[str, Mapping[str, str]], functions: Sequence[str]) -> None:
+    def __init__(
+        self, defaults: Mapping[str, Mapping[str, str]], functions: Sequence[str], values: Mapping[str, str]
+    ) -> None:
         super().__init__()
+        self.values = values
         self.defaults = defaults
         self.functions = functions
 
@@ -33,3 +37,7 @@ class RunTimeFacts(Extension):
             if path.startswith(inside):
                 package, _, name = path.removeprefix(inside).rpartition(".")
                 pkg[package].set_member(name, pkg[package].members[name].members[name])
+        for path, value in self.values.items():
+            if path.startswith(inside):
+                attribute = pkg[path.removeprefix(inside)]
+                (attribute.final_target if attribute.is_alias else attribute).value = value

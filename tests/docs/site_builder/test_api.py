@@ -73,3 +73,10 @@ def test_defaults_that_functions_make_are_plain_values() -> None:
 
 def test_a_function_with_the_name_of_its_module_is_found() -> None:
     assert api.names_of_modules() == ["trainer_kit.callbacks.from_transformers"]
+
+
+def test_tables_that_are_made_are_plain_values() -> None:
+    made = api.made_values()
+    assert made["trainer_kit.trackers.TRACKERS"].startswith("{'tensorboard': TensorBoardTracker, 'jsonl': JsonLines")
+    assert made["trainer_kit.memory.COSTS"].startswith("(Cost(name='float32 weights', nbytes=4, ")
+    assert "_MIXED" not in made["trainer_kit.memory.COSTS"]

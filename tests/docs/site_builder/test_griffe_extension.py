@@ -26,8 +26,8 @@ def load(folder: Path) -> griffe.Module:
     for name, text in {
         "__init__": "",
         "settings": SETTINGS,
-        "tools/__init__": "from .convert import convert",
-        "tools/convert": "def convert(value: int) -> str: ...",
+        "tools/__init__": "from .convert import NAMES, convert",
+        "tools/convert": "def convert(value: int) -> str: ...\nNAMES = tuple(sorted('ba'))",
     }.items():
         path = folder / "package" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,8 @@ def load(folder: Path) -> griffe.Module:
         "packages.settings.Settings": {"mode": "'of another package'"},
     }
     functions = ["package.tools.convert", "packages.tools.convert"]
-    extensions = griffe.load_extensions("dataclasses", RunTimeFacts(defaults, functions))
+    values = {"package.tools.NAMES": "('a', 'b')", "packages.tools.NAMES": "()"}
+    extensions = griffe.load_extensions("dataclasses", RunTimeFacts(defaults, functions, values))
     package = griffe.load("package", search_paths=[folder], extensions=extensions)
     assert isinstance(package, griffe.Module)
     return package
@@ -54,6 +55,10 @@ def test_a_function_is_shown_in_place_of_its_module(tmp_path: Path) -> None:
     shown = load(tmp_path)["tools.convert"]
     assert isinstance(shown, griffe.Function)
     assert (shown.path, str(shown.returns)) == ("package.tools.convert", "str")
+
+
+def test_a_value_that_is_made_is_shown_as_it_is(tmp_path: Path) -> None:
+    assert str(load(tmp_path)["tools.NAMES"].final_target.value) == "('a', 'b')"
 
 
 @pytest.mark.slow
