@@ -33,11 +33,11 @@ class RunTimeFacts(Extension):
                 parameters = pkg[path.removeprefix(inside)].members["__init__"].parameters
                 for name, value in values.items():
                     parameters[name].default = value
-        for path in self.functions:
-            if path.startswith(inside):
-                package, _, name = path.removeprefix(inside).rpartition(".")
-                pkg[package].set_member(name, pkg[package].members[name].members[name])
         for path, value in self.values.items():
             if path.startswith(inside):
                 attribute = pkg[path.removeprefix(inside)]
                 (attribute.final_target if attribute.is_alias else attribute).value = value
+        for path in self.functions:
+            if path.startswith(inside):
+                package, _, name = path.removeprefix(inside).rpartition(".")
+                pkg[package].set_member(name, pkg[package].members[name].members[name])

@@ -26,8 +26,9 @@ def load(folder: Path) -> griffe.Module:
     for name, text in {
         "__init__": "",
         "settings": SETTINGS,
-        "tools/__init__": "from .convert import NAMES, convert",
-        "tools/convert": "def convert(value: int) -> str: ...\nNAMES = tuple(sorted('ba'))",
+        "tools/__init__": "from .convert import convert\nfrom .names import NAMES",
+        "tools/convert": "def convert(value: int) -> str: ...",
+        "tools/names": "NAMES = tuple(sorted('ba'))",
     }.items():
         path = folder / "package" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
