@@ -2,7 +2,7 @@
 
 A model of 500 MB of weights with AdamW's state, 1.5 GB together, turn by turn in one process:
 
-- the time that the loop stands still for a save beside training, against a blocking `torch.save` of the same state,
+- the time that the loop stands still for a save during training, against a blocking `torch.save` of the same state,
   and the host memory beyond that of training;
 - bytes a second to the disk, against one plain sequential write of the same tensors with fsync;
 - verifying and loading all of it into a model and its optimizer, against `torch.load`, both from the system's cache;

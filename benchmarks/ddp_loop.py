@@ -2,7 +2,7 @@
 
 `python benchmarks/ddp_loop.py` starts two processes with torchrun that train the same transformer both ways in turn:
 AdamW with a linear schedule, clipping to 1.0, a log every 50 steps. It prints the time of a step, the ratio of the
-throughputs, and the collectives of a step beside the gradients' own.
+throughputs, and the collectives of a step other than the gradients' own.
 
 `python benchmarks/ddp_loop.py --start` measures from the command to the end of the first step: `torchrun` with the
 plain loop against `trainer-kit launch` with the Trainer.
@@ -170,7 +170,7 @@ def compare(options: argparse.Namespace) -> None:
             ratios = sorted(row[0] / seconds for row, seconds in zip(rows, column, strict=True))
             spread = f"{statistics.median(ratios):8.3f} (from {ratios[0]:.3f} to {ratios[-1]:.3f})"
             print(f"{name:<30} {statistics.median(column) * 1e3:8.2f} ms a step, throughput to the first {spread}")
-        print(f"collectives beside gradients   {', '.join(collectives) or 'none'}")
+        print(f"other collectives of a step    {', '.join(collectives) or 'none'}")
     dist.destroy_process_group()
 
 

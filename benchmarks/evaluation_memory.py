@@ -1,7 +1,7 @@
 """Memory of an evaluation with streaming metrics: flat, however many samples.
 
 Evaluates 1,000, 10,000 and 100,000 samples and prints by how much the resident memory of the process grew in each, and
-beside it what `compute_metrics` needs, which collects all predictions. Ends with the ratio of the larger two.
+in addition what `compute_metrics` needs, which collects all predictions. Ends with the ratio of the larger two.
 """
 
 from __future__ import annotations

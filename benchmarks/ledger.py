@@ -1,4 +1,4 @@
-"""Cost of the figures: a step with the ledger, and with `Memory` and `Throughput` beside it, against one without them.
+"""Cost of the figures: a step with the ledger, and with `Memory` and `Throughput` too, against one without them.
 
 Turn by turn in one training: some steps with all, some with the ledger alone, some without (a ledger that does nothing
 stands in), and so on. On an MLP 16-32-2 with batches of 8, whose step is about as short as one can be, and on a GPT-2

@@ -33,7 +33,7 @@ class Counted(Dataset[Any]):
 
 
 def first_batch(step: int, length: int) -> tuple[float, int]:
-    """Seconds until the batch of step `step` + 1 is there, and samples fetched beside its own."""
+    """Seconds until the batch of step `step` + 1 is there, and samples fetched in addition to its own."""
     dataset, layout = Counted(length), Layout(batch_size=8)
     loader = TrainLoader(dataset, layout, LoaderConfig(stack, seed=0))
     begin = time.perf_counter()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Neftune(Callback):
-    """Add uniform noise to the input embeddings in training, as NEFTune does (https://arxiv.org/abs/2310.05914).
+    """Add uniform noise to the input embeddings in training, as NEFTune does (<https://arxiv.org/abs/2310.05914>).
 
     The noise of sequences of length L, with embeddings of width D, lies within alpha / sqrt(L * D). It depends on the
     seed and the samples' place in the training, so that a resume repeats it. Evaluations have none. The model must

@@ -29,7 +29,7 @@ _RANGE = re.compile(r'("cat": "user_annotation",\s*"name": "(?:[^"\\]|\\.)*",\s*
 class Profiler(Callback):
     """Profile the optimizer steps `start` to `stop` with torch.profiler.
 
-    It writes `steps-START-STOP.json`, a trace for chrome://tracing or https://ui.perfetto.dev, and
+    It writes `steps-START-STOP.json`, a trace for chrome://tracing or <https://ui.perfetto.dev>, and
     `steps-START-STOP.txt`, a table of the 20 operators that took longest. With several processes, each writes its own
     files, with `-rank-N` in their names. Processes wait for each other, so compare all traces to find the slow one. On
     XLA the trace shows the host only.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -41,6 +43,7 @@ _PAGES = {
 }
 
 
+_PLAIN = (type(None), bool, int, float, str, list, dict)
 _FIRST = (Trainer, Accelerator, Strategy, Callback, TrainingArguments)
 
 
@@ -102,6 +105,42 @@ def _home(name: str, value: Any, module: ModuleType) -> str:
         return module.__name__
     homes = (importlib.import_module(f"{_UTILS}.{home}") for home in module._HOMES)
     return next(home.__name__ for home in homes if name in home.__all__)
+
+
+def made_defaults() -> dict[str, dict[str, str]]:
+    """Return the defaults that functions make, as code by field, of public dataclasses by their path in the source.
+
+    A default that is an object of a class is left out: its call in the source says more.
+    """
+    made: dict[str, dict[str, str]] = {}
+    for value in (entry.value for entry in entries().values() if inspect.isclass(entry.value)):
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        factories = {
+            field.name: field.default_factory
+            for field in fields
+            if field.init and field.default_factory is not dataclasses.MISSING
+        }
+        values = {name: factory() for name, factory in factories.items()}
+        defaults = {name: repr(default) for name, default in values.items() if isinstance(default, _PLAIN)}
+        if defaults:
+            made[f"{value.__module__}.{value.__qualname__}"] = defaults
+    return made
+
+
+def made_values() -> dict[str, str]:
+    """Return the values of public tables that the source makes from other names, as code by path."""
+    made = {}
+    for path, value in ((path, entry.value) for path, entry in entries().items()):
+        if isinstance(value, dict) and all(map(inspect.isclass, value.values())):
+            made[path] = f"{{{', '.join(f'{name!r}: {each.__name__}' for name, each in value.items())}}}"
+        elif isinstance(value, tuple) and all(hasattr(each, "_fields") for each in value):
+            made[path] = repr(value)
+    return made
+
+
+def names_of_modules() -> list[str]:
+    """Return the paths of public names that modules have too: the source shows the module under such a path."""
+    return [path for path in entries() if path in sys.modules]
 
 
 def page_of(value: Any, module: ModuleType) -> str:

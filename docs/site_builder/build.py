@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from site_builder import search
+from site_builder import api, search
 from site_builder.check import problems_of
-from site_builder.code_words import with_whole_words
+from site_builder.code_words import with_whole_words, without_gaps
 from site_builder.completeness import missing
 from site_builder.from_code import MAKERS
 from site_builder.pages import LANGUAGES, write_pages
@@ -80,6 +80,11 @@ def settings(language: str, pages: Mapping[str, set[PurePosixPath]]) -> dict[str
         palette["toggle"]["name"] = palette["toggle"]["name"][language]
     for toc in (each["toc"] for each in made["markdown_extensions"] if "toc" in each):
         toc["permalink_title"] = toc["permalink_title"][language]
+    facts = {
+        "defaults": api.made_defaults(), "functions": api.names_of_modules(), "values": api.made_values(),
+    }  # fmt: skip
+    python = next(each["mkdocstrings"] for each in made["plugins"] if "mkdocstrings" in each)["handlers"]["python"]
+    python["options"]["extensions"] = ["dataclasses", {str(_HERE / "griffe_extension.py"): facts}]
     made["theme"]["language"] = language
     in_all = set.intersection(*pages.values())
     # A list under this name would make each page ask for the map of the other site, which a file must not.
@@ -113,7 +118,8 @@ def build(folder: Path) -> list[str]:
         search.rank(folder / "site" / language)
         search.ignore_marks(folder / "site" / language)
         for page in (folder / "site" / language).rglob("*.html"):
-            page.write_text(with_whole_words(page.read_text(encoding="utf-8")), encoding="utf-8")
+            text = with_whole_words(without_gaps(page.read_text(encoding="utf-8")), right_to_left=language == "ar")
+            page.write_text(text, encoding="utf-8")
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
     return [*problems_of(folder / "site"), *missing(folder / "site")]
 

@@ -10,6 +10,8 @@ decide.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,23 @@ _GUIDES = ("tutorials", "how-to")
 _COMPARED, _WITHOUT_MARKS = '.normalize("NFKD")', '.normalize("NFKD").replace(/[\\p{M}\\u0640]/gu,"")'
 """How the search's script spells the words that it compares: decomposed, then without diacritics and kashida."""
 
+_MARKS = re.compile("[\u064b-\u0652\u0670\u0640]")
+"""Diacritics and kashida of Arabic, which are characters of their own."""
+
 _ASSIGNED = "var __index = "
 """What the index begins with in the file that pages use without a server."""
 
 
 def rank(site: Path) -> None:
-    """Put the guides first in the search of a language's site.
+    """Put the guides first in the search of a language's site, and leave diacritics out of what it shows.
+
+    The search marks as many characters of a result as it compared, so a word with diacritics would lose its end.
 
     Raises:
         ValueError: If the generator wrote the index in another form.
     """
     index = json.loads((site / "search.json").read_text(encoding="utf-8"))
-    index["items"] = ranked(index["items"])
+    index["items"] = ranked(map(without_marks, index["items"]))
     text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
     (site / "search.json").write_text(text, encoding="utf-8")
     script = site / "search.js"
@@ -51,7 +58,13 @@ def ignore_marks(site: Path) -> None:
         path.write_text(text.replace(_COMPARED, _WITHOUT_MARKS), encoding="utf-8")
 
 
-def ranked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_marks(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the index whose title, path and text have no diacritics."""
+    plain = {name: _MARKS.sub("", item[name]) for name in ("title", "text")}
+    return item | plain | {"path": [_MARKS.sub("", each) for each in item["path"]]}
+
+
+def ranked(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items of the index, guides first, with paths and titles that rank them before the others.
 
     - The path of a section in a guide ends with the section, so that its words are found in two fields. It begins with

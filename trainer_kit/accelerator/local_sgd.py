@@ -16,7 +16,8 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """Context in which processes train alone, and average their weights every few steps and at its end.
 
-    Call `step()` after each optimizer step, or after each batch: while gradients accumulate it has no effect. See https://arxiv.org/abs/1805.09767.
+    Call `step()` after each optimizer step, or after each batch: while gradients accumulate it has no effect. See
+    <https://arxiv.org/abs/1805.09767>.
 
     Args:
         accelerator: The Accelerator that has prepared the model.

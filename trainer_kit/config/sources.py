@@ -81,7 +81,7 @@ class ArgumentSources(_Base):
         """Create arguments from a command line such as `--config run.yaml --learning_rate 3e-4 --bf16`.
 
         Args:
-            argv: The words of the command line, see `docs/en/how-to/configuration.md`; None: those of the program.
+            argv: The words of the command line; None: those of the program.
 
         Raises:
             SystemExit: After `--help`, which prints the fields.

@@ -61,3 +61,22 @@ def test_functions_that_are_made_stand_under_a_heading_of_their_own() -> None:
 
 def test_names_that_other_pages_show_are_linked() -> None:
     assert "[`trainer_kit.notebook_launcher`](trainer.md#trainer_kit.notebook_launcher)" in api.accelerator()
+
+
+def test_defaults_that_functions_make_are_plain_values() -> None:
+    made = api.made_defaults()
+    arguments = made["trainer_kit.config.arguments.TrainingArguments"]
+    assert arguments["report_to"] == "['tensorboard', 'jsonl', 'html']"
+    assert (arguments["mixed_precision"], arguments["profile"]) == ("'no'", "None")
+    assert made["trainer_kit.run.Run"] == {"local_sums": "{}", "stateful": "{}"}  # no object with its address
+
+
+def test_a_function_with_the_name_of_its_module_is_found() -> None:
+    assert api.names_of_modules() == ["trainer_kit.callbacks.from_transformers"]
+
+
+def test_tables_that_are_made_are_plain_values() -> None:
+    made = api.made_values()
+    assert made["trainer_kit.trackers.TRACKERS"].startswith("{'tensorboard': TensorBoardTracker, 'jsonl': JsonLines")
+    assert made["trainer_kit.memory.COSTS"].startswith("(Cost(name='float32 weights', nbytes=4, ")
+    assert "_MIXED" not in made["trainer_kit.memory.COSTS"]

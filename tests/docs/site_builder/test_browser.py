@@ -152,6 +152,21 @@ def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Pa
     assert page.evaluate(BROKEN_WORDS) == []
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_short_code_stays_on_one_line_of_an_arabic_text(width: int, page: Page, site: Path) -> None:
+    page.open(site / "ar" / "tutorials" / "tpu.html", width)
+    lines = page.evaluate(
+        """
+        [...document.querySelectorAll('.md-typeset p > code')].map(code => [
+            code.textContent,
+            new Set([...code.getClientRects()].map(each => Math.round(each.top))).size,
+        ])
+        """
+    )
+    assert ['pip install -e ".[xla]"', 1] in lines
+    assert {count for text, count in lines if len(text) <= 30} == {1}
+
+
 @pytest.mark.parametrize(("language", "is_right"), [("en", True), ("ar", False)])
 def test_on_a_phone_the_contents_open_at_the_ends_of_lines(
     language: str, is_right: bool, page: Page, site: Path

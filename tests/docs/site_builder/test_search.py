@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_builder.search import ignore_marks, rank, ranked
+from site_builder.search import ignore_marks, rank, ranked, without_marks
 
 
 def item(location: str, title: str, *path: str) -> dict[str, Any]:
@@ -42,6 +42,17 @@ def test_both_files_of_the_index_are_ranked(tmp_path: Path) -> None:
     (tmp_path / "search.js").write_text(f"index = {text}")
     with pytest.raises(ValueError, match=r"adapt search.py to this generator"):
         rank(tmp_path)
+
+
+def test_the_index_has_as_many_characters_of_a_word_as_are_compared(tmp_path: Path) -> None:
+    marked = item("a.html#b", "المصرِّف", "دروس", "المُصرّف") | {"text": "وهو المصرِّف (compiler)؛ نقـطة أ é"}
+    plain = item("a.html#b", "المصرف", "دروس", "المصرف") | {"text": "وهو المصرف (compiler)؛ نقطة أ é"}
+    assert without_marks(marked) == plain
+    text = json.dumps({"items": [marked]})
+    (tmp_path / "search.json").write_text(text)
+    (tmp_path / "search.js").write_text(f"var __index = {text}")
+    rank(tmp_path)
+    assert json.loads((tmp_path / "search.json").read_text(encoding="utf-8")) == {"items": ranked([plain])}
 
 
 def test_words_are_compared_without_marks(tmp_path: Path) -> None:

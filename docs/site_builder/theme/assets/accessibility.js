@@ -36,13 +36,18 @@ addEventListener("keydown", ({ key }) => { if (key === "Escape" && drawer.checke
 for (const name of document.querySelectorAll(".doc-object-name")) {
   name.replaceChildren(...name.textContent.split(/(?<=[._])/).flatMap(part => [part, document.createElement("wbr")]))
 }
-// In a narrow column of a table, code breaks at its signs and not within a word.
+// In a narrow column of a table, code breaks at its signs and not within a word or before the ending of a file.
+const breaks = new RegExp([
+  /(?<=[_/=(])(?=[^_/=()])/,
+  /(?<=\w)(?=\.(?!(?:py|txt|jsonl?|ya?ml|md)\b)[A-Za-z])/,
+  /(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})/,
+].map(each => each.source).join("|"))
 for (const code of document.querySelectorAll(".md-typeset :is(th, td + td) code")) {
   const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT)
   const texts = []
   while (walker.nextNode()) if (!walker.currentNode.parentElement.closest(".word")) texts.push(walker.currentNode)
   for (const text of texts) {
-    const parts = text.data.split(/(?<=[_/=(])(?=[^_/=()])|(?=\.[A-Za-z])(?<=\w)|(?<=[a-z])(?=[A-Z])/)
+    const parts = text.data.split(breaks)
     text.replaceWith(...parts.flatMap((part, index) => index ? [document.createElement("wbr"), part] : [part]))
   }
 }
