@@ -138,6 +138,7 @@ def test_machines_are_killed_in_the_vote_in_the_meeting_and_in_healing(tmp_path:
         assert "; restart " not in each.err, "it is no failure"
     (lost,) = elastic.memberships()
     assert (lost["lost"], lost["in_process"]) == ([*HOSTS[2:]], True)
+    assert "has left the run;" not in lost["cause"], "one that goes on is not the cause"
     assert (lost["step"], lost["again"]) == (6, 0)
 
 
