@@ -210,7 +210,7 @@ def test_one_that_left_since_it_missed_another_is_not_taken_for_the_cause(run: R
     run.start(3, watched.breaks_off_and_stays)
     assert run.exit_code(0) == 1
     sentence = last_line(run.errors(0))
-    assert f"LostProcessError: {run.name(1)} has left the run, in which it missed another process; " in sentence
+    assert f"{run.name(1)} has left the run, in which it missed another process; rank 0 (this process) " in sentence
 
 
 @pytest.mark.parametrize("first_serves", [False, True])
