@@ -243,7 +243,7 @@ def test_a_split_network_trains_on_one_side(tmp_path: Path) -> None:
         runs["own"].run = Path("run")
         for run in runs.values():
             for number in range(4):
-                run.start(number, nodes="1:4", pause=0.2, timeout=8, heartbeat=3, last_call=1)
+                run.start(number, nodes="1:4", pause=0.2, timeout=8, heartbeat=3)
         for run in runs.values():
             run.wait_for_step(5, run.commands[0])
             run.machines.split(2)
@@ -273,7 +273,7 @@ def check_split(run: Elastic, ended: list[Ended], reason: str) -> None:
 
 def test_the_side_that_waited_joins_when_the_network_is_mended(four: Elastic) -> None:
     four.candidates = 4
-    commands = four.start_all(nodes="1:4", pause=0.5, heartbeat=3, last_call=1)
+    commands = four.start_all(nodes="1:4", pause=0.5, heartbeat=3)
     four.machines.split(2)
     four.wait_for_text("went on with 2 processes instead of 4", *commands)
     four.machines.rejoin(2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from trainer_kit.accelerator.process_operations import ProcessOperations
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
 from trainer_kit.accelerator.utils.enums import DistributedType
@@ -51,8 +49,8 @@ class PartialState(ProcessOperations):
 
     @property
     def backend(self) -> str | None:
-        """What the processes communicate with, such as "gloo"; None without a process group."""
-        return torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+        """What the processes communicate with, such as "gloo"; None for a single process."""
+        return self.strategy.collectives.backend
 
     @property
     def initialized(self) -> bool:
@@ -185,11 +183,6 @@ class GradientState:
     def remainder(self) -> int:
         """Samples in the last batch of all processes that are no repeats; -1 without a loader, 0 if unknown."""
         return self._flow.loaders[-1].remainder if self._flow.loaders else -1
-
-    @property
-    def backend(self) -> str | None:
-        """What the processes communicate with, such as "gloo"; None without a process group."""
-        return torch.distributed.get_backend() if torch.distributed.is_initialized() else None
 
     @property
     def initialized(self) -> bool:

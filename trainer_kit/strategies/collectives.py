@@ -46,6 +46,11 @@ class Collectives:
         return [*values[:: self.reader_size]]
 
     @property
+    def backend(self) -> str | None:
+        """What the processes communicate with, such as "gloo"; None for a single process."""
+        return None
+
+    @property
     def is_alone(self) -> bool:
         """Whether there are no other processes in the run."""
         return True

@@ -47,6 +47,10 @@ class ProcessCollectives(Collectives):
         self.hosts = []
 
     @property
+    def backend(self) -> str | None:
+        return None if self.is_alone else dist.get_backend()
+
+    @property
     def is_alone(self) -> bool:
         return self.group.is_alone
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from trainer_kit.accelerator.profiling import make_profiler
 from trainer_kit.accelerator.utils.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -305,24 +306,8 @@ class ProfileKwargs(KwargsHandler):
         Raises:
             ValueError: If an activity is not known.
         """
-        activities = None
-        if self.activities is not None:
-            known = torch.profiler.ProfilerActivity.__members__
-            for name in self.activities:
-                if name.upper() not in known:
-                    raise ValueError(f"activities has {name!r}; use {', '.join(map(str.lower, known))}")
-            activities = [known[name.upper()] for name in self.activities]
-        schedule = self.schedule_option
-        return torch.profiler.profile(
-            activities=activities,
-            schedule=None if schedule is None else torch.profiler.schedule(**schedule),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        fields = {name: value for name, value in vars(self).items() if name != "output_trace_dir"}
+        return make_profiler(schedule=fields.pop("schedule_option"), **fields)
 
 
 @dataclasses.dataclass
