@@ -193,7 +193,7 @@ def folders_of(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def list_generations(folder: Path) -> list[str]:
-    """Return the names of the generations of which the memory of this machine holds a part, oldest first.
+    """Return the names of the generations of which the memory of this machine holds a part.
 
     Args:
         folder: Folder of the run's copies.
@@ -201,8 +201,7 @@ def list_generations(folder: Path) -> list[str]:
     if not (os.path.lexists(folder) and _is_own(folder)):
         return []
     # Without a manifest, a process was killed while it wrote, or received.
-    names = {name for name, path in folders_of(folder) if (path / MANIFEST_NAME).is_file()}
-    return sorted(names, key=lambda name: (step_of(name), name))
+    return sorted({name for name, path in folders_of(folder) if (path / MANIFEST_NAME).is_file()})
 
 
 def read_generation(folder: Path, name: str) -> Generation | None:
