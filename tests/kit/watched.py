@@ -85,6 +85,17 @@ def leaves_and_stays(member: Member) -> None:
     member.reduce()
 
 
+def breaks_off_and_stays(member: Member) -> None:
+    """The second one leaves after a collective has failed, as one does that goes on; the third one does nothing."""
+    member.train(5)
+    if member.rank == 1:
+        member.heartbeat.give_up(RuntimeError("gloo/transport"))
+        member.heartbeat.stop()
+    if member.rank != 0:
+        time.sleep(60)
+    member.reduce()
+
+
 def leaves_while_others_work(member: Member) -> None:
     """The first one ends in good order, and with it the store where it serves that."""
     member.train(5)

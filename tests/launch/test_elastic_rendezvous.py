@@ -11,6 +11,10 @@ import pytest
 from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from trainer_kit.launch import elastic_rendezvous
+from trainer_kit.launch.keeper import Published
+from trainer_kit.launch.news import BEGINS, OUTCOME
+
 
 @pytest.fixture
 def elastic() -> Iterator[Meetings]:
@@ -51,6 +55,65 @@ def test_the_others_go_on_when_one_has_left(elastic: Meetings) -> None:
         machine.report()
         machine.report()
     assert sum("is gone: 2 of 3 machines go on" in line for line in elastic.said) == 2
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other_up(
+    elastic: Meetings, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, or ended by a signal, which it announces."""
+    machines = [elastic.machine(number) for number in range(3)]
+    late = machines[2]
+
+    def is_lost(_: object) -> None:
+        if is_killed:
+            assert late._link is not None
+            late._link.stop()  # the system closes its connections
+            late._link = None
+        else:
+            late.shutdown()
+        raise InterruptedError
+
+    monkeypatch.setattr(late, "_enter", is_lost)
+    with ThreadPoolExecutor(3) as pool:
+        lost = pool.submit(late.next_rendezvous)
+        begin = time.monotonic()
+        infos = [future.result(timeout=60) for future in [pool.submit(each.next_rendezvous) for each in machines[:2]]]
+        seconds = time.monotonic() - begin
+        with pytest.raises(InterruptedError):
+            lost.result(timeout=60)
+    assert {info.world_size for info in infos} == {2}
+    assert {machine.starts for machine in machines[:2]} == {1}, "the first membership has not begun"
+    assert seconds < elastic_rendezvous._MEETING_SECONDS / 2
+    machines[0].report()
+    assert "is gone: 2 of 3 machines go on" in elastic.said[-1]
+
+
+def test_machines_that_have_begun_wait_for_none(elastic: Meetings) -> None:
+    machines = [elastic.machine(number) for number in range(3)]
+    infos = together(*(machine.next_rendezvous for machine in machines))
+    machines[2].shutdown()
+    time.sleep(0.5)  # until the keeper knows it
+    assert {info.store.get(OUTCOME) for info in infos[:2]} == {BEGINS.encode()}
+
+
+def test_a_machine_that_does_not_come_is_not_waited_for_forever(
+    elastic: Meetings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives signs of life, but its launcher stands still."""
+    monkeypatch.setattr(elastic_rendezvous, "_MEETING_SECONDS", 1.0)
+    machines = [elastic.machine(number) for number in range(3)]
+    late, enter = machines[2], machines[2]._enter
+
+    def come_late(published: Published) -> None:
+        time.sleep(2.0)
+        monkeypatch.undo()
+        enter(published)
+
+    monkeypatch.setattr(late, "_enter", come_late)
+    infos = together(*(machine.next_rendezvous for machine in machines))
+    assert {info.world_size for info in infos} == {3}
+    assert {machine.starts for machine in machines} == {1}
 
 
 def test_too_few_machines_are_counted(elastic: Meetings) -> None:

@@ -25,7 +25,7 @@ from trainer_kit.launch.keeper import (
     machine_key,
 )
 from trainer_kit.launch.membership import Membership, Right
-from trainer_kit.launch.news import CHANGE, FAILED, Change, News
+from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OUTCOME, Change, News
 from trainer_kit.launch.news import LOST as LOST_MACHINES
 
 
@@ -305,6 +305,32 @@ def test_a_machine_that_connects_again_is_the_same_one(launchers: Launchers) -> 
     launchers.pass_time(1)
     assert launchers.membership == first._replace(number=2)
     assert (launchers.published.numbers, launchers.published.gone) == ((4, 3, 5), ())
+
+
+@pytest.mark.parametrize("way", ["ended", "silent", "left"])
+def test_a_membership_does_not_begin_without_one_of_its_machines(launchers: Launchers, way: str) -> None:
+    for name in "abc":
+        launchers.come(name=name)
+    launchers.pass_time(1)
+    assert launchers.told(OUTCOME) is None
+    launchers.alive.remove(2)
+    if way == "ended":
+        launchers.ended.append(2)
+    elif way == "left":
+        launchers.wait(2, name="c", has_left=True)
+    launchers.pass_time(4 if way == "silent" else 0.5)
+    assert launchers.told(OUTCOME) == GONE.encode()
+
+
+def test_a_membership_that_has_begun_stays_so(launchers: Launchers) -> None:
+    for name in "abc":
+        launchers.come(name=name)
+    launchers.pass_time(1)
+    launchers.store.compare_set(f"1/{OUTCOME}", "", BEGINS)
+    launchers.ended.append(2)
+    launchers.alive.remove(2)
+    launchers.pass_time(1)
+    assert launchers.told(OUTCOME) == BEGINS.encode()
 
 
 def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:

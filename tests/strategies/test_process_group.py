@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import try_on_ranks
+from kit.ranks import free_port, try_on_ranks
 
+from trainer_kit.config import environment
+from trainer_kit.config.environment import Place
 from trainer_kit.strategies import process_group
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.process_group import check_own_gpus
@@ -29,6 +31,16 @@ def test_threads_are_given_time_before_a_fork(is_joined: bool, monkeypatch: pyte
     assert os.waitpid(child, 0)[1] == 0
     assert slept == [process_group._REST_SECONDS] * (is_joined and process_group._FORKS_MAY_HANG)
     assert not (process_group._FORKS_MAY_HANG and sys.version_info >= (3, 12))
+
+
+def test_the_store_of_a_lost_launcher_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has served it since before the process began."""
+    monkeypatch.setenv(environment.ELASTIC, "1")
+    place = Place(rank=1, world_size=2, local_rank=0, address="127.0.0.1", port=free_port(), restarts=0)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"rank 1 found no launcher at 127.0.0.1:\d+, .*: its machine is lost"):
+        process_group._connect(place, serves=False)
+    assert time.monotonic() - begin < process_group._SILENCE_SECONDS
 
 
 GPU = "NVIDIA H100 80GB HBM3 GPU-5e6f"

@@ -24,7 +24,7 @@ from trainer_kit.checkpoint.format import commit
 from trainer_kit.errors import CutOffError, FolderInUseError
 from trainer_kit.utils import run_lock
 from trainer_kit.utils.membership_claim import MembershipPlace
-from trainer_kit.utils.run_lock import NAME, RunLock, holder_of
+from trainer_kit.utils.run_lock import NAME, RunLock, ended_holder, holder_of
 
 HERE = Path(__file__).parents[1]
 SCRIPT = """
@@ -175,6 +175,27 @@ def test_another_machine_that_is_silent_is_waited_for(
     lock.release()
     assert "elsewhere" in caplog.text
     assert "waiting to see whether it goes on" in caplog.text
+
+
+def test_another_machine_whose_processes_say_that_the_holder_has_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ended_holder(tmp_path) is None
+    path, child = lock_of_another_machine(tmp_path), subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"process": child.pid, "started": "never"}))
+    assert ended_holder(tmp_path) is None, "only those on its machine know"
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        dead = ended_holder(tmp_path)
+    assert dead == "theirs"
+    lock, begin = RunLock(tmp_path), time.monotonic()
+    lock.known_dead = {dead}
+    lock.acquire()
+    assert time.monotonic() - begin < 20
+    assert lock.is_held
+    assert ended_holder(tmp_path) is None, "this process lives"
+    lock.release()
 
 
 def test_another_machine_that_gives_a_sign_of_life_is_left_alone(tmp_path: Path) -> None:

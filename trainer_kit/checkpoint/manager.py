@@ -53,7 +53,7 @@ from trainer_kit.errors import CutOffError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
-from trainer_kit.utils.run_lock import RunLock
+from trainer_kit.utils.run_lock import RunLock, ended_holder
 from trainer_kit.utils.run_log import NAME as LOG
 from trainer_kit.utils.run_log import logged_after
 from trainer_kit.utils.user_warnings import warn
@@ -135,8 +135,11 @@ class CheckpointManager:
             CutOffError: If another membership of this elastic run owns the folder.
             ValueError: If the folder cannot be written.
         """
+        collectives = self.run.strategy.collectives
+        if environment.is_elastic():  # the last main process may have been killed on any of the machines
+            self.lock.known_dead = set(filter(None, collectives.gather_object(ended_holder(self.folder))))
         with self.run.strategy.session.reporting_claim():
-            self.run.strategy.collectives.on_main(self._lock_folder)
+            collectives.on_main(self._lock_folder)
 
     def find(self, request: bool | str | Path | None) -> None:
         """Find the requested checkpoint and restore its counters. Collective.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -26,14 +26,16 @@ from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import ENDED, GIVEN_UP, HERE, MEMBERSHIP, PRESENCE, Facts, Here, Keeper, Published
 from trainer_kit.launch.link import Link, published_at
 from trainer_kit.launch.membership import Membership, Right
+from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_free_port, serve_store
 from trainer_kit.utils.membership_claim import read_claim
-from trainer_kit.utils.units import format_duration
+from trainer_kit.utils.units import format_duration, join_names
 
 _LOOK_SECONDS = 1.0
-_MEETING_SECONDS = 30.0  # for the machines of a new membership to exchange their first words
+_MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
+_ARRIVAL_LOOK_SECONDS = 0.02
 _GOING_ON = "the others may be going on; stopped, start again to join them"
 _TAKEN = "other machines hold the output folder and go on without this one"
 
@@ -73,6 +75,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._is_stopped = is_stopped
         self._until = Waiting(config.meeting_seconds, say, is_stopped, by_command).until
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
+        self._together = Waiting(_MEETING_SECONDS, say, is_stopped, by_command).until
         self._id = uuid.uuid4().hex
         self._server: TCPStore | None = None
         self._rank_servers: deque[TCPStore] = deque(maxlen=2)  # ranks of the last membership may still be leaving
@@ -133,24 +136,19 @@ class ElasticRendezvous(RendezvousHandler):
                 link = self._linked()
                 link.announce(self._facts())
                 published = self._meet(link)
+                self._enter(published)
+                store = PrefixStore(str(published.membership.number), link.store)
+                store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
+                if self._has_begun(link, store, published.membership):
+                    break
             except RuntimeError:  # the connection to the store broke, or another one is better
                 if self.serves and len(self._candidates) == 1:
                     raise
                 self._unlink()
-            else:
-                break
-        self._note(published)
-        now = published.membership
-        self._published, self._past = published, (*published.bases, now)
-        self._is_outvoted, self._better = False, None
-        self.starts = now.number - 1
-        after = published.bases[0].number if published.bases else 0
-        self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
-        store = PrefixStore(str(now.number), link.store)
-        store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
         address = self._candidates[self._own] if self._own is not None and self.serves else link.address
         info = RendezvousStoreInfo(address, published.port)
-        return RendezvousInfo(store, now.machines.index(self._id), len(now.machines), info)
+        machines = published.membership.machines
+        return RendezvousInfo(store, machines.index(self._id), len(machines), info)
 
     def confirm(self) -> None:
         """Note that all machines have heard of the membership.
@@ -336,16 +334,46 @@ class ElasticRendezvous(RendezvousHandler):
         self._outside(lambda: link.number in published().numbers, "a place in the run, which has its machines")
         return published()
 
+    def _enter(self, published: Published) -> None:
+        """Belong to a membership, which counts from `confirm` on."""
+        self._note(published)
+        now = published.membership
+        self._published, self._past = published, (*published.bases, now)
+        self._is_outvoted, self._better = False, None
+        self.starts = now.number - 1
+        after = published.bases[0].number if published.bases else 0
+        self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
+
+    def _has_begun(self, link: Link, store: Store, now: Membership) -> bool:
+        """Wait for all machines of a membership; return False if one is gone, so that the others meet again."""
+        keys = [f"trainer_kit/come-{place}" for place in range(len(now.machines))]
+        store.set(keys[now.machines.index(self._id)], "")
+
+        def is_settled() -> bool:
+            if store.check([OUTCOME]):
+                return True
+            self._check(link, looks_elsewhere=False)
+            return store.check(keys) and bool(store.compare_set(OUTCOME, "", BEGINS))
+
+        def who() -> str:
+            return join_names([host for host, key in zip(now.hosts, keys, strict=True) if not store.check([key])])
+
+        try:
+            self._together(is_settled, who, _ARRIVAL_LOOK_SECONDS)
+        except TimeoutError:
+            store.compare_set(OUTCOME, "", GONE)
+        return store.get(OUTCOME).decode() == BEGINS
+
     def _here(self, link: Link) -> Here:
         return Here.from_json(link.store.get(HERE))
 
-    def _check(self, link: Link) -> None:
+    def _check(self, link: Link, looks_elsewhere: bool = True) -> None:
         """Raise an error if the run has ended, the store is gone, or this machine should wait at another one."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             if not link.is_alive():
                 raise RuntimeError("the store does not answer")
-            if len(self._candidates) > 1 and self._has_better():
+            if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
         if link.store.check([ENDED]):
             if link.store.get(ENDED).decode() == GIVEN_UP:

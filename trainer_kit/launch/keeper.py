@@ -29,7 +29,7 @@ from trainer_kit.launch.membership import (
     right_to_follow,
     waiting,
 )
-from trainer_kit.launch.news import CHANGE, FAILED, LOST, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change, News
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
@@ -291,7 +291,7 @@ class Keeper:
         return Here(len(here), hosts, len(before.machines), has_first, may_follow)
 
     def _announce_changes(self) -> None:
-        """Announce in the running membership which machines can join, and which ones are lost."""
+        """Announce in the running membership which machines can join, which are lost, and that it cannot begin."""
         running = PrefixStore(str(self._last.number), self._store)
         coming = newcomers(self._last, self._alive, self._most)
         if coming:
@@ -301,6 +301,8 @@ class Keeper:
             running.compare_set(CHANGE, "", change.to_json())
         staying = [machine for machine in self._last.machines if machine not in self._left]
         alive = {machine.id for machine in self._alive}
+        if not alive.issuperset(self._last.machines):
+            running.compare_set(OUTCOME, "", GONE)
         if (lost := [machine for machine in staying if machine not in alive]) != self._lost:
             self._lost = lost
             running.set(LOST, join_names([self._hosts[machine] for machine in lost]))

@@ -13,6 +13,11 @@ FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
 LOST = "trainer_kit/lost"
 """Key under which the names of machines stand that give no sign of life and have not left."""
 
+OUTCOME = "trainer_kit/outcome"
+"""Key under which the first of two values stands: `BEGINS` once all machines have come, `GONE` if one cannot come."""
+
+BEGINS, GONE = "begins", "gone"
+
 
 class Change(NamedTuple):
     """Announcement of a machine that joins or leaves.

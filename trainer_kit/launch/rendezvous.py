@@ -153,12 +153,13 @@ class Waiting:
         self._say = say
         self._is_stopped = is_stopped
 
-    def until(self, is_there: Callable[[], bool], whom: str | Callable[[], str]) -> None:
+    def until(self, is_there: Callable[[], bool], whom: str | Callable[[], str], pause: float = 0.1) -> None:
         """Wait until `is_there()` returns True.
 
         Args:
             is_there: Condition to wait for.
             whom: Name of the missing machine, for messages, or a function that returns it.
+            pause: Seconds between two looks.
 
         Raises:
             TimeoutError: If the wait exceeds its limit.
@@ -179,4 +180,4 @@ class Waiting:
                 limit = f", up to {format_duration(self._seconds)}" if math.isfinite(self._seconds) else ""
                 self._say(f"waiting for {name()}{limit}")
                 is_told = True
-            time.sleep(0.1)
+            time.sleep(pause)

@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ JOIN_SECONDS = 300.0
 """Seconds that the processes wait for one another at the start."""
 
 _REFUSAL_SECONDS = 10.0
+_SILENCE_SECONDS, _ATTEMPT_SECONDS = 10.0, 2.0  # of a launcher whose machine may just be slow
 _PATIENCE_SECONDS, _ELASTIC_PATIENCE_SECONDS = 30.0, 12.0
 _EXPLAINS_SECONDS = 0.5
 
@@ -334,8 +336,31 @@ def check_own_gpus(locations: Sequence[tuple[str, ...]]) -> None:
             )
 
 
+def _check_launcher(place: Place) -> None:
+    """Check that the launcher answers that has served the store since before this process began.
+
+    Raises:
+        ValueError: If it is gone; torch would try for as long as it waits for a store that may still come.
+    """
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=_ATTEMPT_SECONDS).close()
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
+                raise ValueError(
+                    f"rank {place.rank} found no launcher at {place.address}:{place.port}, which has served the store "
+                    "of this start: its machine is lost"
+                ) from error
+            time.sleep(0.1)
+        else:
+            return
+
+
 def _connect(place: Place, serves: bool) -> TCPStore:
     where = f"{place.address}:{place.port}"
+    if environment.is_elastic() and not serves:
+        _check_launcher(place)
     try:
         return TCPStore(
             place.address,

@@ -61,6 +61,9 @@ class RunLock:
         argument: Name of the argument that the user gives the folder by, for errors.
         name: Name of the lock's file.
         membership: Membership of the machines in an elastic run, which claims the folder too; None for any other run.
+
+    Attributes:
+        known_dead: Tokens of holders of which processes of this run on their machines know that they have ended.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class RunLock:
         self.folder = folder
         self.argument = argument
         self.path = folder / name
+        self.known_dead: set[str] = set()
         self._join(membership)
         self._holder: Holder | None = None  # None while the lock is not held
         self._taken_by: str | None = None
@@ -112,7 +116,8 @@ class RunLock:
                 continue
             if watched is None or watched.first.token != seen.token:
                 watched = _Watched(seen, time.monotonic())
-            lives = not self._replaces(seen.holder) and watched.lives(seen)
+            is_dead = self._replaces(seen.holder) or seen.token in self.known_dead
+            lives = not is_dead and watched.lives(seen)
             if lives:
                 if self._claim is not None:
                     self._claim.keep()
@@ -301,6 +306,15 @@ def holder_of(folder: Path) -> str | None:
     except OSError:  # a folder that cannot be read
         return None
     return seen.name if lives else None
+
+
+def ended_holder(folder: Path) -> str | None:
+    """Return the token of a folder's lock whose holder, a process of this machine, has ended; None for any other."""
+    try:
+        seen = look(folder / NAME)
+    except OSError:
+        return None
+    return seen.token if seen is not None and seen.holder is not None and _is_alive(seen.holder) is False else None
 
 
 class _Watched(NamedTuple):

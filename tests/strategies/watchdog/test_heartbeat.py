@@ -206,6 +206,13 @@ def test_a_process_that_left_in_good_order_is_missed_where_it_is_waited_for(run:
     assert sentence.endswith(", after 5 steps")
 
 
+def test_one_that_left_since_it_missed_another_is_not_taken_for_the_cause(run: Run) -> None:
+    run.start(3, watched.breaks_off_and_stays)
+    assert run.exit_code(0) == 1
+    sentence = last_line(run.errors(0))
+    assert f"{run.name(1)} has left the run, in which it missed another process; rank 0 (this process) " in sentence
+
+
 @pytest.mark.parametrize("first_serves", [False, True])
 def test_a_process_that_left_in_good_order_is_not_missed_by_others(run: Run, first_serves: bool) -> None:
     run.start(2, watched.leaves_while_others_work, first_serves=first_serves)

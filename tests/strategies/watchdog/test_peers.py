@@ -86,6 +86,15 @@ def test_others_hear_of_it_from_the_board(clock: Clock) -> None:
     assert third.problems()[0].text == "rank 1 (north, process 7) failed: ValueError: bad"
 
 
+def test_one_that_left_since_it_missed_another_is_no_cause(clock: Clock) -> None:
+    roster = PeerTable(0, PATIENCE)
+    roster.take_in({1: raw(CALM._replace(left=True, follows=True)), 2: raw(CALM._replace(left=True))}, b"")
+    assert kinds(roster) == [(1, "follows"), (2, "left")]
+    text = "rank 1 (north, process 7) has left the run, in which it missed another process"
+    assert roster.problems()[0].text == text
+    assert roster.is_missing(1)
+
+
 def test_the_worst_come_first_and_what_follows_is_no_root_cause(clock: Clock) -> None:
     roster = PeerTable(0, PATIENCE)
     beats = {

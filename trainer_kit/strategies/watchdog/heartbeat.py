@@ -173,7 +173,7 @@ class Heartbeat:
         if not self._runs_here():
             return str(error)
         self._failed_in = self._where = locate(sys._getframe(), error, hidden=__file__)
-        self.urgent = True
+        self.urgent = self._follows = True
         limit = self._explains_for
         try:
             self._publish()
@@ -195,7 +195,7 @@ class Heartbeat:
         Args:
             error: The error that the collective raised.
         """
-        self._excused = True
+        self._excused = self._follows = True
         if self._runs_here():
             self._where = locate(sys._getframe(), error, hidden=__file__)
         return self._sentence([], error)

@@ -29,7 +29,7 @@ class Beat(NamedTuple):
         idle: Seconds since the last progress.
         left: Whether the process has left the run.
         error: The error by which the process ends; empty without one.
-        follows: Whether that error reports that another process is missing.
+        follows: Whether that error reports that another process is missing, or the process left since it missed one.
         heard: Whether the process knows that rank 0 has left.
         vouched: Number of times that other processes have renewed this beat, because they saw the process run.
     """
@@ -135,6 +135,9 @@ class PeerTable:
             if beat.error:
                 kind, verb = ("follows", "ended") if beat.follows else ("failed", "failed")
                 problems[rank] = Problem(rank, kind, f"{_who(rank, beat)} {verb}: {beat.error}")
+            elif beat.left and beat.follows:
+                text = f"{_who(rank, beat)} has left the run, in which it missed another process"
+                problems[rank] = Problem(rank, "follows", text)
             elif beat.left:
                 problems[rank] = Problem(rank, "left", f"{_who(rank, beat)} has left the run")
             elif self._silence(rank) > self.patience:
