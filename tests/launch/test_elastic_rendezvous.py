@@ -122,6 +122,21 @@ def test_too_few_machines_are_counted(elastic: Meetings) -> None:
         machine.next_rendezvous()
 
 
+def test_no_machine_takes_the_end_of_waiting_for_the_end_of_the_run(elastic: Meetings) -> None:
+    first, second = (
+        elastic.machine(n, num_nodes=4, min_nodes=3, start_timeout=1.0 if n == 0 else 60.0) for n in (0, 1)
+    )
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(second.next_rendezvous)
+        with pytest.raises(TimeoutError, match="2 of"):
+            first.next_rendezvous()
+        end = pool.submit(first.shutdown)
+        with pytest.raises(TimeoutError, match="the machine with the store has waited for the others in vain"):
+            other.result(timeout=30)
+        second.shutdown()
+        end.result(timeout=30)
+
+
 def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
     machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
     together(*(machine.next_rendezvous for machine in machines[:2]))

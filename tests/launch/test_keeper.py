@@ -13,10 +13,10 @@ from kit.clock import Clock
 
 from trainer_kit.launch.keeper import (
     ENDED,
-    GIVEN_UP,
     HERE,
     MACHINES,
     MEMBERSHIP,
+    End,
     Facts,
     Here,
     Keeper,
@@ -347,5 +347,5 @@ def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:
     launchers.keeper.hand_over("id-a")
     assert not launchers.store.check([ENDED])
     launchers.wait(1, first, name="b", has_left=True)
-    launchers.keeper.stop(lambda: False, gives_up=True)
-    assert launchers.store.get(ENDED).decode() == GIVEN_UP
+    launchers.keeper.stop(lambda: False, End.GIVEN_UP)
+    assert launchers.store.get(ENDED).decode() == End.GIVEN_UP

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import ENDED, GIVEN_UP, HERE, MEMBERSHIP, PRESENCE, Facts, Here, Keeper, Published
+from trainer_kit.launch.keeper import ENDED, HERE, MEMBERSHIP, PRESENCE, End, Facts, Here, Keeper, Published
 from trainer_kit.launch.link import Link, published_at
 from trainer_kit.launch.membership import Membership, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
@@ -85,7 +85,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._past: tuple[Membership, ...] = ()
         self._published = Published()
         self._unsaid: list[str] = []
-        self._has_claimed = self._is_outvoted = self._gives_up = self._hands_over = False
+        self._has_claimed = self._is_outvoted = self._hands_over = False
+        self._end = End.OVER
         self._better: int | None = None  # candidate whose store has a newer membership
         self._next_look = 0.0
         self.starts = self.store_number = 0
@@ -210,7 +211,7 @@ class ElasticRendezvous(RendezvousHandler):
         except TimeoutError as error:
             if not self._past or not (others or self._is_outvoted):
                 raise
-            self._gives_up = True
+            self._end = End.GIVEN_UP
             last = self._past[-1]
             here = Here(1, (socket.gethostname(),), len(last.machines), last.machines[0] == self._id)
             where = _TAKEN if self._is_outvoted else here.describe(socket.gethostname())
@@ -328,8 +329,9 @@ class ElasticRendezvous(RendezvousHandler):
             self._until(lambda: published().membership.number > last, who)
         except TimeoutError as error:
             if (here := self._here(link)).may_follow:
+                self._end = End.TIMED_OUT
                 raise
-            self._gives_up = True
+            self._end = End.GIVEN_UP
             raise CutOffError(f"{here.describe(host)}: {_GOING_ON}") from error
         self._outside(lambda: link.number in published().numbers, "a place in the run, which has its machines")
         return published()
@@ -376,8 +378,11 @@ class ElasticRendezvous(RendezvousHandler):
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
         if link.store.check([ENDED]):
-            if link.store.get(ENDED).decode() == GIVEN_UP:
+            end = link.store.get(ENDED).decode()
+            if end == End.GIVEN_UP:
                 raise CutOffError(f"{self._here(link).describe(socket.gethostname())}: {_GOING_ON}")
+            if end == End.TIMED_OUT:
+                raise TimeoutError("the machine with the store has waited for the others in vain; start all again")
             raise RendezvousGracefulExitError("the run has ended")
 
     def _note(self, published: Published) -> None:
@@ -395,15 +400,8 @@ class ElasticRendezvous(RendezvousHandler):
                 then = f"if the one at {first} is lost, which serves the store, the others wait up to {limit} for it"
             self._unsaid.append(f"{of}, {config.min_nodes} are enough; {then}")
             return
-        parts = [
-            f"{', '.join(hosts)} {(one if len(hosts) == 1 else several)}"
-            for hosts, one, several in (
-                (published.gone, "is gone", "are gone"), (published.joined, "has joined", "have joined")
-            )
-            if hosts
-        ]  # fmt: skip
-        if parts:
-            self._unsaid.append(f"{' and '.join(parts)}: {of} go on")
+        if published.gone or published.joined:
+            self._unsaid.append(f"{published.describe_change()}: {of} go on")
 
     def shutdown(self) -> bool:
         """Leave the run."""
@@ -416,7 +414,7 @@ class ElasticRendezvous(RendezvousHandler):
         if self._keeper is not None and self._hands_over:
             self._keeper.hand_over(self._id)
         elif self._keeper is not None:
-            self._keeper.stop(self._is_stopped, self._gives_up)
+            self._keeper.stop(self._is_stopped, self._end)
         self._end_store()
         return True
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -33,14 +34,23 @@ from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change,
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
-GIVEN_UP = "given up"
-"""Value of `ENDED` where the machines of the store may not go on, but others may."""
 
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
 _LOST_SECONDS = 25.0  # the ranks of the others notice a lost machine before, unless they are just starting
 _HANDING_OVER_SECONDS = 15.0
 _PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the end
+
+
+class End(str, Enum):
+    """How a run has ended for the machines of a store."""
+
+    OVER = "over"
+    GIVEN_UP = "given up"
+    """They may not go on, but others may."""
+
+    TIMED_OUT = "timed out"
+    """The machine with the store has waited for others in vain."""
 
 
 def machine_key(number: int) -> str:
@@ -114,6 +124,12 @@ class Published(NamedTuple):
         membership, numbers, bases, right, gone, joined, port = json.loads(text)
         past = tuple(map(Membership.of, bases))
         return cls(Membership.of(membership), tuple(numbers), past, Right(right), tuple(gone), tuple(joined), port)
+
+    def describe_change(self) -> str:
+        """Return who is gone and who has joined."""
+        gone = f"{', '.join(self.gone)} {'is' if len(self.gone) == 1 else 'are'} gone"
+        joined = f"{', '.join(self.joined)} {'has' if len(self.joined) == 1 else 'have'} joined"
+        return " and ".join([gone] * bool(self.gone) + [joined] * bool(self.joined))
 
 
 class Here(NamedTuple):
@@ -211,15 +227,15 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="trainer_kit keeper", daemon=True)
         self._thread.start()
 
-    def stop(self, is_hurried: Callable[[], bool], gives_up: bool = False) -> None:
+    def stop(self, is_hurried: Callable[[], bool], end: End = End.OVER) -> None:
         """Announce the end of the run, and wait until the machines have heard of it and have left.
 
         Args:
             is_hurried: Returns whether to stop waiting.
-            gives_up: Whether only these machines stop, since others may be going on.
+            end: How it has ended.
         """
         self.halt()
-        self._store.set(ENDED, GIVEN_UP if gives_up else "1")
+        self._store.set(ENDED, end.value)
         deadline = time.monotonic() + _PARTING_SECONDS
         while time.monotonic() < deadline and not is_hurried():
             self.look()
@@ -267,7 +283,7 @@ class Keeper:
         if self._store.check([ENDED]):
             return
         if self._last.machines and self._left.issuperset(self._last.machines):
-            self._store.set(ENDED, "1")
+            self._store.set(ENDED, End.OVER.value)
             return
         is_over = self._clock() - self._arrived >= self._last_call
         formed = next_membership(self._last, self._alive, self._least, self._most, is_over, self._is_only_store)
