@@ -62,7 +62,7 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
     elastic: Meetings, is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, or ended by a signal, which it announces."""
-    machines = [elastic.machine(number) for number in range(3)]
+    machines = [elastic.machine(number, last_call=30.0) for number in range(3)]
     late = machines[2]
 
     def is_lost(_: object) -> None:
