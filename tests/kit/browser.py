@@ -52,11 +52,16 @@ class Page:
 
     def open(self, path: Path, width: int = 1280, dark: bool = False) -> None:
         """Opens a file on a screen of that width."""
-        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.call("Emulation.setDeviceMetricsOverride", **screen)
+        self.resize(width)
         self.emulate(dark)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def resize(self, width: int) -> None:
+        """Shows the page on a screen of that width."""
+        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page's JavaScript."""
