@@ -31,7 +31,8 @@ def make_on_meta(model_init: ModelInit) -> nn.Module:
     # Not all are there: `torch.FloatTensor(4)` and `torch.from_numpy` make their tensors on the host in any case.
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for registry in (module._parameters, module._buffers):
+        registries: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for registry in registries:
             for name, tensor in registry.items():
                 if tensor is not None and not tensor.is_meta:
                     registry[name] = moved.setdefault(tensor, _without_values(tensor))
