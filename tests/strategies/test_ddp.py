@@ -119,6 +119,10 @@ def train_again(folder: str) -> list[str]:
         strategy = DDP(device="cpu", find_unused_parameters=True)
         args = quiet(folder, eval_strategy="steps", eval_steps=2, save_strategy="no")
         trainer = Trainer(Branches(), args, points(), points(4), callbacks=callbacks, strategy=strategy)
+        strategy.setup()
+        heartbeat = strategy.group.heartbeat
+        assert heartbeat is not None
+        assert not heartbeat.error  # else the main process waits for no part of a checkpoint
         try:
             trainer.train()
         except (RuntimeError, SystemExit) as error:

@@ -85,6 +85,7 @@ class Membership:
             ValueError: If the rendezvous fails, or processes share a GPU.
         """
         if cls.current is not None:
+            cls.current.recover()  # of a training of another strategy
             return cls.current
         owns_group, connections = not dist.is_initialized(), Connections()
         if owns_group:

@@ -10,7 +10,7 @@ from trainer_kit.strategies.fsdp.making import fixed_buffers, make_on_meta, para
 
 
 class Model(nn.Module):
-    """A tied weight, and a buffer of each kind: fixed, random, made of parameters."""
+    """A tied weight, one that is on the host in any case, and a buffer of each kind: fixed, random, of weights."""
 
     def __init__(self, reads: str = "nothing") -> None:
         super().__init__()
@@ -21,6 +21,8 @@ class Model(nn.Module):
         self.second = nn.Linear(3, 3)
         self.second.weight = self.first.weight
         self.frozen = nn.Parameter(torch.randn(3) * 2, requires_grad=False)
+        self.old = self.same = nn.Parameter(torch.FloatTensor(3).normal_())
+        self.register_buffer("old_buffer", torch.FloatTensor(3).normal_())
         self.register_buffer("random", torch.rand(3))
         self.register_buffer("scaled", self.first.weight.detach() * 2)
         if reads == "a parameter":
@@ -34,6 +36,7 @@ def test_a_model_has_no_values(reads: str) -> None:
     assert all(each.is_meta for each in tensors)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Model().named_parameters()]
     assert model.first.weight is model.second.weight
+    assert model.old is model.same
     assert not model.frozen.requires_grad
     assert model.first.weight.requires_grad
     assert reads == "nothing" or model.rates[-1] == 1.0

@@ -132,9 +132,10 @@ class Meta(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         self.register_buffer("scale", torch.arange(3.0), persistent=False)
+        self.shift = nn.Parameter(torch.FloatTensor(3).normal_())  # on the host in any case
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.blocks(x) * self.scale).square().mean()}
+        return {"loss": (self.blocks(x) * self.scale + self.shift).square().mean()}
 
 
 def made_by_init(folder: str, init: Callable[[], nn.Module] = Meta) -> dict[str, torch.Tensor]:

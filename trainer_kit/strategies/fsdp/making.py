@@ -24,15 +24,18 @@ def make_on_meta(model_init: ModelInit) -> nn.Module:
     """
     try:
         with torch.device("meta"):
-            return model_init()
+            model = model_init()
     except Exception:  # it reads the values of other tensors
         with parameters_on_meta():
             model = model_init()
+    # Not all are there: `torch.FloatTensor(4)` and `torch.from_numpy` make their tensors on the host in any case.
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to("meta"))
+        registries: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for registry in registries:
+            for name, tensor in registry.items():
+                if tensor is not None and not tensor.is_meta:
+                    registry[name] = moved.setdefault(tensor, _without_values(tensor))
     return model
 
 
@@ -77,7 +80,7 @@ def parameters_on_meta(draws: int = 0) -> Iterator[None]:
             return None
         torch.rand(draws)
         if parameter not in moved:
-            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            moved[parameter] = _without_values(parameter)
         return moved[parameter]
 
     handle = register_module_parameter_registration_hook(move)
@@ -86,3 +89,8 @@ def parameters_on_meta(draws: int = 0) -> Iterator[None]:
             yield
     finally:
         handle.remove()
+
+
+def _without_values(tensor: torch.Tensor) -> Any:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
