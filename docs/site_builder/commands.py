@@ -65,12 +65,18 @@ def _section(command: Command) -> str:
 
 
 def _description(command: Command) -> str:
-    """Return the description; its aligned lists are shown as they are."""
+    """Return the description, with its aligned lists as tables."""
     text = (command.parser.description or command.summary).strip()
     parts = re.split(r"(?m)((?:^ {2}.*\n?)+)", text)
     parts[::2] = map(_with_code, parts[::2])
-    parts[1::2] = [f"```text\n{lines.rstrip()}\n```\n" for lines in parts[1::2]]
+    parts[1::2] = map(_list, parts[1::2])
     return "".join(parts)
+
+
+def _list(lines: str) -> str:
+    """Return an aligned list of values and their meanings as a table; each value is indented by two spaces."""
+    rows = [re.split(r"\s{2,}", entry.strip(), maxsplit=1) for entry in re.split(r"(?m)^ {2}(?=\S)", lines)[1:]]
+    return table(["value", "meaning"], [[code(value), _with_code(meaning)] for value, meaning in rows]) + "\n"
 
 
 def _with_code(text: str) -> str:

@@ -1,9 +1,9 @@
-"""Show what a training would do before it begins: its steps, memory, disk, and what to be warned of.
+"""Show what a training would do before it begins: its steps, memory and disk, and its warnings.
 
-The script, unmodified, is run up to its first Trainer.train. In place of that nothing is trained and no file is
-written: the effective batch and the steps, the learning rate as a small drawing, when it logs, evaluates and saves,
-the size of checkpoints against the free disk, the memory of a step against the device, the work and how long it takes
-at the least, and the hardware with the reason for it are worked out from the code that would train.
+The script, unmodified, runs up to its first Trainer.train, which then trains nothing and writes no file. The code that
+would train works out the effective batch, the steps, a small drawing of the learning rate, and when it logs, evaluates
+and saves. It compares the checkpoints with the free disk and the memory of a step with the device, and names the work,
+the least time that it takes, and the hardware with the reason for it.
 """
 
 from __future__ import annotations

@@ -53,6 +53,22 @@ BROKEN_WORDS = """
     return found
 })
 """
+# By how many letters the lines of the first text that wraps are indented.
+LEFT_ENDS = """
+[...document.querySelectorAll('.language-text code')].map(code => {
+    const [text, range] = [code.lastChild, document.createRange()]
+    const line = text.data.split('\\n')[0]
+    const starts = new Map()
+    for (let i = 0; i < line.length; i++) {
+        range.setStart(text, i)
+        range.setEnd(text, i + 1)
+        const { left, top, width } = range.getBoundingClientRect()
+        if (!starts.has(top)) starts.set(top, left / width)
+    }
+    const lefts = [...starts.values()]
+    return lefts.map(each => Math.round(each - lefts[0]))
+}).find(each => each.length === 2)
+"""
 CUT_TEXTS = """
 [...document.querySelectorAll('.plot svg text, svg[role=img] text')].filter(text => {
     const [shown, whole] = [text.ownerSVGElement, text].map(each => each.getBoundingClientRect())
@@ -151,6 +167,16 @@ def test_a_page_fits_in_its_scheme_and_direction(name: str, dark: bool, width: i
 def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Path) -> None:
     page.open(site / f"{name}.html")
     assert page.evaluate(BROKEN_WORDS) == []
+
+
+@pytest.mark.parametrize("name", ["en/explanation/comparison", "en/reference/command-line"])
+def test_long_lines_of_results_and_usages_are_whole_and_their_rest_is_indented(
+    name: str, page: Page, site: Path
+) -> None:
+    page.open(site / f"{name}.html")
+    cut = "[...document.querySelectorAll('.language-text code')].filter(each => each.scrollWidth > each.clientWidth)"
+    assert page.evaluate(f"{cut}.length") == 0
+    assert page.evaluate(LEFT_ENDS) == [0, 2]
 
 
 @pytest.mark.parametrize("width", [390, 1280])

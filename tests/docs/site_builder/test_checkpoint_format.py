@@ -1,22 +1,41 @@
-"""The page of the format names what a written checkpoint holds."""
+"""The page of the format names what a checkpoint of a training holds, and says what each of it means."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
-from kit.trainer_states import trainer_state
+import pytest
+import torch
+from kit.trainer import arguments
 from site_builder.checkpoint_format import checkpoint_format
+from torch import nn
 
-from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit import Trainer
 
 
-def test_each_field_of_a_checkpoint_is_listed(tmp_path: Path) -> None:
-    states = {"trainer": trainer_state(1, [["checkpoint-1", 1, None]], "demo", (None, None))}
-    folder = write_checkpoint(tmp_path, take_snapshot(1, {}, states, arguments={}))
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (x - self.weight).square().mean()}
+
+
+@pytest.mark.slow
+def test_each_field_of_a_checkpoint_is_listed_with_its_meaning(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1, save_strategy="steps")
+    Trainer(Mean(), args, [{"x": torch.ones(())}] * 8).train()
+    folder = tmp_path / "run" / "checkpoint-1"
     manifest = json.loads((folder / "manifest.json").read_text())
     state = json.loads((folder / "state" / "trainer.json").read_text())
-    named = {*manifest, *next(iter(manifest["files"].values())), *state, *state["counters"]}
-    assert {"step", "checksum", "run_id", "epoch"} <= named
+    written = {*manifest, *state, *state["counters"], *state["plan"]}
+    assert {"step", "run_id", "epoch", "order", "full_processes"} <= written
     page = checkpoint_format()
-    assert [name for name in named if f"`{name}`" not in page] == []
+    rows = dict(re.findall(r"^\| `([\w./-]+)` \| (?:[^|]* \| )?([^|]*) \|$", page, re.MULTILINE))
+    assert written - rows.keys() == set()
+    assert [name for name, meaning in rows.items() if len(meaning) < 10] == []
+    assert {file.relative_to(folder).as_posix() for file in folder.glob("state/*.json")} - rows.keys() == set()
+    assert [name for name in next(iter(manifest["files"].values())) if f"`{name}`" not in page] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from site_builder.commands import command_line, commands, exit_codes
@@ -35,6 +36,14 @@ def test_options_in_sentences_are_code() -> None:
     assert "up to `--steps`, into" in page
     assert "with `--tpu` devices" in page
     assert "``" not in page.replace("```", "")
+
+
+def test_aligned_lists_become_tables() -> None:
+    page = command_line()
+    assert "| `FOLDER` | one with a config.json, such as a checkpoint |" in page
+    [meaning] = re.findall(r"^\| `MODULE:FUNCTION` \| (.*) \|$", page, re.MULTILINE)
+    assert meaning.startswith("a function of yours")
+    assert meaning.endswith("modules are found in the current folder")
 
 
 def test_each_exit_code_has_a_meaning() -> None:
