@@ -51,6 +51,24 @@ def test_collectives_on_three_ranks() -> None:
         assert result["ranks"] == (rank == 0, rank == 0, rank, 3)
 
 
+def sums_of_scalars() -> tuple[list[float], ...]:
+    strategy = DDP(device="cpu")
+    strategy.setup()
+    scalars = [*torch.randn(40, generator=torch.Generator().manual_seed(strategy.rank))]
+    read = strategy.collectives.read_scalars
+    together, one_by_one = read(scalars, summed=True), [read([scalar], summed=True)[0] for scalar in scalars]
+    strategy.collectives.reader_size = 3  # of which the first process speaks for all
+    return together, one_by_one, read(scalars, summed=True)
+
+
+@pytest.mark.distributed
+def test_a_sum_has_the_same_bits_however_many_are_read_at_once() -> None:
+    """A save between two logs reads the losses of the steps before it by themselves."""
+    for together, one_by_one, of_one_reader in on_ranks(3, sums_of_scalars):
+        assert together == one_by_one
+        assert of_one_reader == torch.randn(40, generator=torch.Generator().manual_seed(0)).tolist()
+
+
 class Unportable(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first)

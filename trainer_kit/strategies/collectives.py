@@ -97,12 +97,11 @@ class Collectives:
 
         Args:
             scalars: Tensors without dimensions, all of one dtype; equally many on all processes if `summed`.
-            summed: Whether to sum each over all readers.
+            summed: Whether to sum each over all readers; the bits of a sum do not depend on how many are read at once.
         """
         if not scalars:
             return []
-        stacked = torch.stack([*scalars])
-        values: list[float] = (self.sum_over_readers(stacked) if summed else stacked).tolist()
+        values: list[float] = torch.stack([*scalars]).tolist()
         return values
 
     def unshard(self, outputs: Any) -> Any:

@@ -74,6 +74,13 @@ class ProcessCollectives(Collectives):
         _recent_numbers.append([tensor, *parts])
         return [sum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
 
+    def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
+        if self.is_alone or not (summed and scalars):
+            return super().read_scalars(scalars)
+        # Gathered: a reduction adds the processes' values in an order that depends on the length.
+        shares: list[list[float]] = torch.stack(self._all_gather(torch.stack([*scalars]))).tolist()
+        return [sum(column) for column in zip(*self.once_a_reader(shares), strict=True)]
+
     def make_vote(self, runs_ahead: bool) -> Vote:
         place = self.group.place
         is_tree = place.world_size >= vote.TREE_PROCESSES
