@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import free_port, try_on_ranks
+from torch.distributed import HashStore
 
 from trainer_kit.config import environment
 from trainer_kit.config.environment import Place
 from trainer_kit.strategies import process_group
+from trainer_kit.strategies.connections import Connections
 from trainer_kit.strategies.ddp import DDP
-from trainer_kit.strategies.process_group import check_own_gpus
+from trainer_kit.strategies.process_group import Membership, check_own_gpus
+from trainer_kit.strategies.watchdog.heartbeat import Heartbeat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
@@ -41,6 +46,58 @@ def test_the_store_of_a_lost_launcher_is_not_waited_for(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"rank 1 found no launcher at 127.0.0.1:\d+, .*: its machine is lost"):
         process_group._connect(place, serves=False)
     assert time.monotonic() - begin < process_group._SILENCE_SECONDS
+
+
+def test_other_limits_of_a_second_training_are_not_ignored_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (0, 1):
+        place = Place(rank=rank, world_size=2, local_rank=rank, address="127.0.0.1", port=1, restarts=0)
+        heartbeat = Heartbeat(HashStore(), rank, 2, patience=30.0)
+        membership = Membership(heartbeat, False, place, Connections(), 1800.0)
+        membership.check_limits(1800.0, 30.0)
+        membership.check_limits(600.0, 4.0)
+    expected = (
+        "ddp_timeout and heartbeat_timeout stay 1800 s and 30 s, as in the first training of this program, instead of "
+        "600 s and 4 s"
+    )
+    assert caplog.messages == [expected]
+
+
+def lose_a_process(port: int, rank: int, texts: Any) -> None:
+    """In a child that was forked after the import; without a launcher, rank 0 serves the store."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    strategy = DDP(device="cpu", heartbeat_timeout=4.0)
+    strategy.setup()
+    strategy.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5 * rank)  # rank 0 is the first that notices, and ends
+    try:
+        strategy.barrier()
+    except RuntimeError as error:
+        texts.put((rank, str(error)))
+        sys.exit(1)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_first_process_leaves_its_words_to_the_others() -> None:
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    texts = fork.SimpleQueue()
+    processes = [fork.Process(target=lose_a_process, args=(port, rank, texts)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL]
+    finally:
+        for process in processes:
+            process.kill()
+    for _, text in (texts.get(), texts.get()):
+        assert f"process {processes[2].pid}) has ended without a message" in text
+        assert f"process {processes[0].pid}) has ended without a message" not in text
 
 
 GPU = "NVIDIA H100 80GB HBM3 GPU-5e6f"

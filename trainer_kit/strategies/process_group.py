@@ -48,6 +48,7 @@ class Membership:
         heartbeat: Monitor of the other processes.
         owns_group: Whether trainer_kit created the process group, and so destroys it.
         connections: The group's connections.
+        timeout: Seconds after which a collective fails.
 
     Attributes:
         current: The membership of this process; None before the rendezvous and after leaving.
@@ -55,11 +56,16 @@ class Membership:
 
     current: Membership | None = None
 
-    def __init__(self, heartbeat: Heartbeat, owns_group: bool, place: Place, connections: Connections) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, owns_group: bool, place: Place, connections: Connections, timeout: float
+    ) -> None:
         self.heartbeat = heartbeat
+        self.timeout = timeout
         self.owns_group = owns_group
         self.connections = connections
         self._place = place
+        # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
+        self._at_exit = multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)
 
     @functools.cached_property
     def meeting(self) -> Meeting:
@@ -86,6 +92,7 @@ class Membership:
         """
         if cls.current is not None:
             cls.current.recover()  # of a training of another strategy
+            cls.current.check_limits(timeout, patience)
             return cls.current
         owns_group, connections = not dist.is_initialized(), Connections()
         if owns_group:
@@ -113,7 +120,7 @@ class Membership:
         )
         if environment.is_elastic() and connections:
             heartbeat.break_off = connections.break_off
-        cls.current = cls(heartbeat, owns_group, place, connections)
+        cls.current = cls(heartbeat, owns_group, place, connections, timeout)
         cls.current.heartbeat.start()
         return cls.current
 
@@ -123,6 +130,7 @@ class Membership:
         session, cls.current = cls.current, None
         if session is None:
             return
+        session._at_exit.cancel()
         session.heartbeat.stop()
         if session.owns_group and dist.is_initialized() and not session.heartbeat.error:
             dist.destroy_process_group()
@@ -136,6 +144,15 @@ class Membership:
         self.heartbeat.next_round()
         if error is not None:
             self.heartbeat.report_failure(error)
+
+    def check_limits(self, timeout: float, patience: float) -> None:
+        """Warn on the main process of limits that differ from those of the first training, which hold for all."""
+        first = (self.timeout, self.heartbeat.patience)
+        if self._place.rank == 0 and (timeout, patience) != first:
+            logger.warning(
+                "ddp_timeout and heartbeat_timeout stay %g s and %g s, as in the first training of this program, "
+                "instead of %g s and %g s", *first, timeout, patience,
+            )  # fmt: skip
 
     def recover(self) -> None:
         """Retract the reported error of the last training, which the program has caught."""
@@ -253,8 +270,6 @@ class ProcessGroup:
                 raise
             raise LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error)) from error
 
-
-multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)  # at the end of a multiprocessing child too
 
 # A forked child hangs if a C++ thread enters Python during the fork (github.com/python/cpython/issues/112275), as
 # gloo's threads do for microseconds after each collective. A pause before the fork lets them finish.
