@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from safetensors import safe_open
 from torch import nn
 
 from trainer_kit import Callback, Run, SaveError, Trainer, TrainingArguments
@@ -126,6 +128,22 @@ def test_the_processes_write_together_what_one_writes(tmp_path: Path, async_save
         assert files(other) == ["model.safetensors", "state/optimizer.safetensors"]
         assert equal(load_tensors(one), load_tensors(other))
         assert equal(read_state(one, "optimizer"), read_state(other, "optimizer"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [DDP, Sharded])
+def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path, kind: type[DDP]) -> None:
+    on_ranks(2, train, str(tmp_path), steps=2, kind=kind)
+    written = [path for path in (tmp_path / "checkpoint-2").rglob("*") if path.is_file()]
+    assert {path.suffix for path in written} == {".safetensors", ".json"}
+    names = set()
+    for path in written:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            with safe_open(path, framework="pt") as opened:
+                names.update(opened.keys())
+    assert {*Net().state_dict()} - {"head.weight"} <= names  # it is tied
 
 
 @pytest.mark.distributed
