@@ -199,6 +199,16 @@ def test_the_warning_of_a_single_unit() -> None:
     )
 
 
+def test_the_warning_of_a_single_unit_names_the_classes_of_blocks() -> None:
+    model = nn.ModuleDict({
+        "blocks": nn.ModuleList([nn.Linear(8, 8), nn.Bilinear(8, 8, 8), nn.Linear(8, 8)]),
+        "heads": nn.ModuleList([nn.Linear(2, 2), nn.Embedding(2, 2)]),
+    })  # fmt: skip
+    assert not find_units(model)
+    assert describe_single_unit(model).endswith("class names of its modules, such as 'Linear' and 'Bilinear'")
+    assert len(find_units(model, ["blocks.*"])) == 3
+
+
 def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
     model = Model(Block(), Block())
     model.get_submodule("blocks.1").scale = nn.Parameter(value, **kwargs)

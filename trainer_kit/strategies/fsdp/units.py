@@ -106,10 +106,14 @@ def unit_sizes(model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | Non
 
 
 def describe_single_unit(model: nn.Module) -> str:
-    """Return the warning for a model in which no unit was found."""
+    """Return the warning for a model in which no unit was found; it names the classes of its largest list of blocks."""
+    lists = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)) and len(each) > 1]
+    largest = max((each for each in lists if all(map(can_be_block, each))), key=_nbytes, default=nn.ModuleList())
+    classes = join_names(dict.fromkeys(repr(type(block).__name__) for block in largest))
     return (
         f"no units were found in {type(model).__name__}, so each process gathers the whole model at once "
         f"({format_size(_nbytes(model))}); use units=[...] with patterns of names or class names of its modules"
+        f"{f', such as {classes}' if classes else ''}"
     )
 
 
