@@ -40,4 +40,5 @@ def test_readers_are_processes_that_read_the_same_batches() -> None:
     assert collectives.once_a_reader([*"aabbccdd"]) == [*"abcd"]
     total = torch.tensor([6, 2**61])  # what all processes have, here alone
     assert collectives.sum_over_readers(total).tolist() == [3, 2**60]
+    assert collectives.read_scalars([torch.tensor(3.0)], summed=True) == [1.5]
     assert collectives.read_scalars([torch.tensor(3.0)]) == [3.0]

@@ -52,9 +52,11 @@ def test_other_limits_of_a_second_training_are_not_ignored_in_silence(caplog: py
     for rank in (0, 1):
         place = Place(rank=rank, world_size=2, local_rank=rank, address="127.0.0.1", port=1, restarts=0)
         heartbeat = Heartbeat(HashStore(), rank, 2, patience=30.0)
-        membership = Membership(heartbeat, False, place, Connections(), 1800.0)
+        membership = Membership(heartbeat, True, place, Connections(), 1800.0)
         membership.check_limits(1800.0, 30.0)
         membership.check_limits(600.0, 4.0)
+        membership.check_limits(600.0, 4.0)
+        Membership(heartbeat, False, place, Connections(), 1800.0).check_limits(600.0, 30.0)
     expected = (
         "ddp_timeout and heartbeat_timeout stay 1800 s and 30 s, as in the first training of this program, instead of "
         "600 s and 4 s"

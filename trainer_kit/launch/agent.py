@@ -128,7 +128,8 @@ class Agent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 assert worker_group.store is not None
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
-                told = [json.loads(text) for text in self._machines.gather(json.dumps((*words, missed_end())))]
+                own = json.dumps((*words, rendezvous.starts, missed_end()))
+                told = [json.loads(text) for text in self._machines.gather(own)]
                 break
             except RendezvousGracefulExitError:
                 if end := missed_end():
@@ -138,7 +139,7 @@ class Agent(LocalElasticAgent):
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
-        starts, histories, left, ends = zip(*told, strict=True)
+        starts, histories, left, memberships, ends = zip(*told, strict=True)
         for end in filter(None, ends):
             raise News.from_json(end).failure
         rendezvous.report()
@@ -146,7 +147,7 @@ class Agent(LocalElasticAgent):
         self._stays = left[0] != "" and len(set(left)) == 1
         rendezvous.confirm()
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
-        self._starts = max(rendezvous.starts, *starts)
+        self._starts = max(*starts, *memberships)
         self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
     def _words(self) -> tuple[int, list[PastFailure], str]:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import ENDED, HERE, MEMBERSHIP, PRESENCE, End, Facts, Here, Keeper, Published
+from trainer_kit.launch.keeper import BEGUN, ENDED, HERE, MEMBERSHIP, PRESENCE, End, Facts, Here, Keeper, Published
 from trainer_kit.launch.link import Link, published_at
 from trainer_kit.launch.membership import Membership, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
@@ -58,7 +58,7 @@ class ElasticRendezvous(RendezvousHandler):
         by_command: Whether the config comes from command-line options.
 
     Attributes:
-        starts: Number of earlier memberships.
+        starts: Number of earlier memberships; 0 if none of them began.
         membership: The membership for the ranks, see `environment.membership`.
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that this machine has met the others at.
@@ -85,7 +85,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._past: tuple[Membership, ...] = ()
         self._published = Published()
         self._unsaid: list[str] = []
-        self._has_claimed = self._is_outvoted = self._hands_over = False
+        self._has_claimed = self._is_outvoted = self._hands_over = self._has_begun = False
         self._end = End.OVER
         self._better: int | None = None  # candidate whose store has a newer membership
         self._next_look = 0.0
@@ -140,7 +140,7 @@ class ElasticRendezvous(RendezvousHandler):
                 self._enter(published)
                 store = PrefixStore(str(published.membership.number), link.store)
                 store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
-                if self._has_begun(link, store, published.membership):
+                if self._begin(link, store, published.membership):
                     break
             except RuntimeError:  # the connection to the store broke, or another one is better
                 if self.serves and len(self._candidates) == 1:
@@ -342,11 +342,10 @@ class ElasticRendezvous(RendezvousHandler):
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
         self._is_outvoted, self._better = False, None
-        self.starts = now.number - 1
         after = published.bases[0].number if published.bases else 0
         self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
 
-    def _has_begun(self, link: Link, store: Store, now: Membership) -> bool:
+    def _begin(self, link: Link, store: Store, now: Membership) -> bool:
         """Wait for all machines of a membership; return False if one is gone, so that the others meet again."""
         keys = [f"trainer_kit/come-{place}" for place in range(len(now.machines))]
         store.set(keys[now.machines.index(self._id)], "")
@@ -358,13 +357,19 @@ class ElasticRendezvous(RendezvousHandler):
             return store.check(keys) and bool(store.compare_set(OUTCOME, "", BEGINS))
 
         def who() -> str:
-            return join_names([host for host, key in zip(now.hosts, keys, strict=True) if not store.check([key])])
+            missing = [host for host, key in zip(now.hosts, keys, strict=True) if not store.check([key])]
+            return join_names(missing) or "the other machines"
 
         try:
             self._together(is_settled, who, _ARRIVAL_LOOK_SECONDS)
         except TimeoutError:
             store.compare_set(OUTCOME, "", GONE)
-        return store.get(OUTCOME).decode() == BEGINS
+        if store.get(OUTCOME).decode() != BEGINS:
+            return False
+        first = int(link.store.compare_set(BEGUN, "", str(now.number)))
+        self.starts = now.number - 1 if self._has_begun or first < now.number else 0
+        self._has_begun = True
+        return True
 
     def _here(self, link: Link) -> Here:
         return Here.from_json(link.store.get(HERE))
@@ -382,7 +387,7 @@ class ElasticRendezvous(RendezvousHandler):
             if end == End.GIVEN_UP:
                 raise CutOffError(f"{self._here(link).describe(socket.gethostname())}: {_GOING_ON}")
             if end == End.TIMED_OUT:
-                raise TimeoutError("the machine with the store has waited for the others in vain; start all again")
+                raise OSError("the machine with the store has waited for the others in vain; start all again")
             raise RendezvousGracefulExitError("the run has ended")
 
     def _note(self, published: Published) -> None:

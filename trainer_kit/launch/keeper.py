@@ -34,6 +34,8 @@ from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change,
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
+BEGUN = "begun"
+"""Number of the first membership of the store that began."""
 
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
@@ -127,9 +129,12 @@ class Published(NamedTuple):
 
     def describe_change(self) -> str:
         """Return who is gone and who has joined."""
-        gone = f"{', '.join(self.gone)} {'is' if len(self.gone) == 1 else 'are'} gone"
-        joined = f"{', '.join(self.joined)} {'has' if len(self.joined) == 1 else 'have'} joined"
-        return " and ".join([gone] * bool(self.gone) + [joined] * bool(self.joined))
+        parts = []
+        if self.gone:
+            parts.append(f"{', '.join(self.gone)} {'is' if len(self.gone) == 1 else 'are'} gone")
+        if self.joined:
+            parts.append(f"{', '.join(self.joined)} {'has' if len(self.joined) == 1 else 'have'} joined")
+        return " and ".join(parts)
 
 
 class Here(NamedTuple):
@@ -317,7 +322,7 @@ class Keeper:
             running.compare_set(CHANGE, "", change.to_json())
         staying = [machine for machine in self._last.machines if machine not in self._left]
         alive = {machine.id for machine in self._alive}
-        if not alive.issuperset(self._last.machines):
+        if not {machine.number for machine in self._alive}.issuperset(self._published):  # also one that came again
             running.compare_set(OUTCOME, "", GONE)
         if (lost := [machine for machine in staying if machine not in alive]) != self._lost:
             self._lost = lost

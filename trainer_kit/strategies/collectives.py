@@ -97,11 +97,12 @@ class Collectives:
 
         Args:
             scalars: Tensors without dimensions, all of one dtype; equally many on all processes if `summed`.
-            summed: Whether to sum each over all readers; the bits of a sum do not depend on how many are read at once.
+            summed: Whether to sum each over all readers.
         """
         if not scalars:
             return []
-        values: list[float] = torch.stack([*scalars]).tolist()
+        stacked = torch.stack([*scalars])
+        values: list[float] = (self.sum_over_readers(stacked) if summed else stacked).tolist()
         return values
 
     def unshard(self, outputs: Any) -> Any:

@@ -138,6 +138,8 @@ class DDP(SingleDevice, Regroupable):
         """
         super().setup()
         if not self.group.is_alone and self.group.join(self.device, self._location()):
+            # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
+            multiprocessing.util.Finalize(None, shut_down, exitpriority=10)
             places = self.collectives.gather_object(self._location())
             check_own_gpus(places)  # also in a group that the program created
             self._report(places)
@@ -403,9 +405,6 @@ def shut_down() -> None:
     for replica in list(Replica.alive):
         replica.let_go()
     Membership.leave()
-
-
-multiprocessing.util.Finalize(None, shut_down, exitpriority=10)  # at the end of a multiprocessing child too
 
 
 def _own_gpu(place: environment.Place) -> torch.device:

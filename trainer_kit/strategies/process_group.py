@@ -61,10 +61,10 @@ class Membership:
     ) -> None:
         self.heartbeat = heartbeat
         self.timeout = timeout
+        self._has_warned = False
         self.owns_group = owns_group
         self.connections = connections
         self._place = place
-        # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
         self._at_exit = multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)
 
     @functools.cached_property
@@ -146,9 +146,10 @@ class Membership:
             self.heartbeat.report_failure(error)
 
     def check_limits(self, timeout: float, patience: float) -> None:
-        """Warn on the main process of limits that differ from those of the first training, which hold for all."""
-        first = (self.timeout, self.heartbeat.patience)
-        if self._place.rank == 0 and (timeout, patience) != first:
+        """Warn once, on the main process, of limits that differ from those of the first training, which stay."""
+        first = (self.timeout if self.owns_group else timeout, self.heartbeat.patience)
+        if self._place.rank == 0 and (timeout, patience) != first and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "ddp_timeout and heartbeat_timeout stay %g s and %g s, as in the first training of this program, "
                 "instead of %g s and %g s", *first, timeout, patience,
@@ -366,7 +367,7 @@ def _check_launcher(place: Place) -> None:
             if isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
                 raise ValueError(
                     f"rank {place.rank} found no launcher at {place.address}:{place.port}, which has served the store "
-                    "of this start: its machine is lost"
+                    f"of this start: its machine is lost ({error})"
                 ) from error
             time.sleep(0.1)
         else:

@@ -207,6 +207,10 @@ def test_the_warning_of_a_single_unit_names_the_classes_of_blocks() -> None:
     assert not find_units(model)
     assert describe_single_unit(model).endswith("class names of its modules, such as 'Linear' and 'Bilinear'")
     assert len(find_units(model, ["blocks.*"])) == 3
+    shared = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    shared[1].weight = shared[0].weight
+    assert not find_units(shared)
+    assert describe_single_unit(shared).endswith("class names of its modules"), "they cannot be units"
 
 
 def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:

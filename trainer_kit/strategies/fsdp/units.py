@@ -106,10 +106,12 @@ def unit_sizes(model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | Non
 
 
 def describe_single_unit(model: nn.Module) -> str:
-    """Return the warning for a model in which no unit was found; it names the classes of its largest list of blocks."""
-    lists = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)) and len(each) > 1]
-    largest = max((each for each in lists if all(map(can_be_block, each))), key=_nbytes, default=nn.ModuleList())
-    classes = join_names(dict.fromkeys(repr(type(block).__name__) for block in largest))
+    """Return the warning for a model in which no unit was found; it names the classes of its longest list of blocks."""
+    tied = set(repeated_blocks(model))
+    lists = [[*each] for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    lists = [blocks for blocks in lists if all(map(can_be_block, blocks)) and tied.isdisjoint(blocks)]
+    longest = max(lists, key=len, default=[])
+    classes = join_names(dict.fromkeys(repr(type(block).__name__) for block in longest)) if len(longest) > 1 else ""
     return (
         f"no units were found in {type(model).__name__}, so each process gathers the whole model at once "
         f"({format_size(_nbytes(model))}); use units=[...] with patterns of names or class names of its modules"
