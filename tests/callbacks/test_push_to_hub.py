@@ -201,6 +201,7 @@ def test_what_the_hub_refuses_is_an_error_before_training(
     with pytest.raises(Exception, match=rf"repo_id='{repo}'.*`hf auth login`") as raised:
         trainer.train()
     assert ("Invalid username or password" in str(raised.value)) == (token != TOKEN)
+    assert not list((tmp_path / "run").glob("crash-*"))
     assert "\n" not in str(raised.value)
     assert trainer.run.state.step == 0
 

@@ -236,6 +236,18 @@ def test_an_exception_before_any_step_keeps_no_weights(tmp_path: Path) -> None:
     assert "no step had been taken" in report["missing"][0]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin"])
+def test_an_exception_in_a_callback_before_the_first_step(tmp_path: Path, event: str, resumed: bool) -> None:
+    if resumed:
+        make(tmp_path, points(bad=None), None, max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer = make(tmp_path, points(bad=None), None, RaiseIn(event, 2 if resumed else 0))
+    with pytest.raises(CallbackError):
+        trainer.train(resume_from_checkpoint=resumed)
+    within = event == "on_step_begin"  # then the step's batch is kept
+    assert [folder.name for folder in tmp_path.glob("crash-*")] == [f"crash-{3 if resumed else 1}"] * within
+
+
 def test_an_exception_in_a_callback_within_a_step(tmp_path: Path) -> None:
     with pytest.raises(CallbackError):
         make(tmp_path, points(bad=None), None, RaiseIn("on_pre_optimizer_step", 3)).train()

@@ -105,7 +105,8 @@ class CrashDump:
 
         It synchronizes with the device, and is not collective: where the model is sharded, the folder holds no weights,
         and a non-finite step is not run again. A process writes only for its own error, not for the consequence of
-        another process's end, a failed save, a pruned trial of optuna, a request to leave, or Ctrl-C.
+        another process's end, a failed save, a pruned trial of optuna, a request to leave, or Ctrl-C; nor for one
+        before its first step.
 
         Args:
             error: Error that ends the run.
@@ -140,6 +141,8 @@ class CrashDump:
         run = self.run
         generators = self._generators()  # before samples are read again, which sets new seeds
         scene, missing = self._scene(error, micro, fetching), _Missing()
+        if scene.epoch is None and scene.step == self._first_step:
+            return None  # no step has been taken or begun
         scene, pieces = self._pieces(error, scene, micro, missing)
         works = [piece.work for piece in pieces if piece.work.batch is not None]
         found = None
