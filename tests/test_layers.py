@@ -15,9 +15,9 @@ import trainer_kit
 import trainer_kit.callbacks
 
 LAYERS = (
-    {"_version", "errors", "profiling", "state"},
+    {"_version", "errors", "state"},
     {"utils"},
-    {"config"},
+    {"config", "profiling"},
     {"optim", "strategies", "checkpoint/format"},
     {"launch", "loss", "run", "trackers"},
     {"callback", "data", "memory", "report"},

@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from trainer_kit.utils.late_compiler import call_as_is
+
 Formula = Callable[..., tuple[int, int]]
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -307,3 +309,4 @@ def _let_through(operator: Any) -> None:
 
 _let_through(flex_attention)
 _let_through(flex_attention_backward)
+call_as_is(FlopCounter.__torch_dispatch__)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_kit.utils.late_compiler import call_as_is, ddp_without_compiler
+
 
 class FixedBuckets(DistributedDataParallel):
     """DistributedDataParallel with the same gradient buckets in every step.
@@ -29,7 +31,8 @@ class FixedBuckets(DistributedDataParallel):
     reduced: list[torch.nn.Parameter]
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+        with ddp_without_compiler():
+            super().__init__(module, **options)
         # Without this call the second forward pass divides the parameters again, with it the first one.
         self.reducer._push_all_rebuilt_params()
 
@@ -38,3 +41,6 @@ class FixedBuckets(DistributedDataParallel):
         if not self.find_unused_parameters:  # with it, torch divides them once, and reverses the buckets itself
             self.reduced, are_sparse = self.reduced[::-1], are_sparse[::-1]
         return self.reduced, are_sparse
+
+
+call_as_is(DistributedDataParallel._inside_ddp_forward)

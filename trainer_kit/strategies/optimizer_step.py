@@ -1,4 +1,4 @@
-"""An optimizer's step without the profiler's scope and hooks that torch puts around it."""
+"""An optimizer's step without what torch puts around it: the profiler's scope, hooks, marks for the compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def take_step(optimizer: Optimizer) -> None:
     """Step the optimizer.
 
     torch opens a scope of its profiler around each step, which takes as long as stepping a small model. It is left out
-    if there is no profiler, no hook, and nothing in place of the optimizer's own `step`.
+    if there is no profiler, no hook, and nothing in place of the optimizer's own `step`. So are the marks for the
+    compiler, which torch imports for them: this call is not compiled.
     """
     hooked = type(optimizer).step
     replaced = vars(optimizer).get("step")
@@ -27,7 +28,16 @@ def take_step(optimizer: Optimizer) -> None:
         return
     if replaced is not None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # by which a schedule knows that a step was taken
-    hooked.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    step = hooked.__wrapped__  # type: ignore[attr-defined]
+    if getattr(step, "__code__", None) is not _MARKED_CODE:
+        step(optimizer)
+        return
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        step.__wrapped__(optimizer)
+    finally:
+        torch.set_grad_enabled(before)
 
 
 def _has_effect(optimizer: Optimizer, hooked: Any, replaced: Any) -> bool:
@@ -46,10 +56,10 @@ def _has_effect(optimizer: Optimizer, hooked: Any, replaced: Any) -> bool:
     )
 
 
-def _code_of_hooked_step() -> Any:
-    """Return the code of the function that torch wraps around each optimizer's step; None if it has none."""
-    wrap = getattr(Optimizer, "profile_hook_step", None)
+def _code_around(wrap: Any) -> Any:
+    """Return the code of what one of torch's decorators makes of a step; None without the decorator."""
     return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
 
 
-_HOOKED_CODE = _code_of_hooked_step() or object()
+_HOOKED_CODE = _code_around(getattr(Optimizer, "profile_hook_step", None)) or object()
+_MARKED_CODE = _code_around(getattr(torch_optimizer, "_use_grad_for_differentiable", None)) or object()

@@ -1,0 +1,101 @@
+"""Training without torch's compiler in memory: it is imported where something compiles, not with the first optimizer.
+
+torch imports `torch._dynamo`, which takes about a second and 70 MB, at the first call of a function that must not be
+compiled, such as `Optimizer.add_param_group`, to make a version of it that says so to the compiler. Before that import,
+nothing is compiled, and the function itself does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_COMPILER = "torch._dynamo"
+_VERSION = "__dynamo_disable"
+"""Attribute of a function in which torch keeps its version for the compiler."""
+
+_KEPT_FROM_COMPILER = torch._compile._disable_dynamo(lambda: None).__code__
+
+
+def postpone_compiler() -> None:
+    """Create and use optimizers without an import of the compiler, until something else imports it."""
+    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    call_as_is(*(getattr(Optimizer, name) for name in names))
+
+
+def call_as_is(*wrapped: Callable[..., Any]) -> None:
+    """Let functions that torch keeps from its compiler run without it, until it is imported.
+
+    Args:
+        wrapped: Functions decorated by `torch._disable_dynamo`, and maybe by others on top; others are left alone.
+    """
+    if _COMPILER in sys.modules:
+        return
+    for each in wrapped:
+        kept = inspect.unwrap(each, stop=lambda layer: getattr(layer, "__code__", None) is _KEPT_FROM_COMPILER)
+        function = getattr(kept, "__wrapped__", None)
+        if function is not None and not hasattr(function, _VERSION):
+            setattr(function, _VERSION, function)
+            _watch.functions.append(function)
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+
+
+@contextlib.contextmanager
+def ddp_without_compiler() -> Iterator[None]:
+    """Create a DistributedDataParallel in the context: it asks the compiler whether to exchange gradients by it.
+
+    Only who has imported the compiler can have set that.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    call_as_is()
+    torch._dynamo = _DefaultSettings()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _drop_stand_in()
+
+
+class _DefaultSettings:
+    """Stands for the compiler in what DistributedDataParallel asks; imports it for anything else."""
+
+    utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_COMPILER), name)
+
+
+def _drop_stand_in() -> None:
+    if isinstance(vars(torch).get("_dynamo"), _DefaultSettings):
+        del torch._dynamo
+
+
+class _CompilerImport(importlib.abc.MetaPathFinder):
+    """Finds no module; gives torch back as it was when the compiler is imported.
+
+    Attributes:
+        functions: Those that stand for their own version.
+    """
+
+    def __init__(self) -> None:
+        self.functions: list[Any] = []
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == _COMPILER:
+            _drop_stand_in()
+            while self.functions:
+                delattr(self.functions.pop(), _VERSION)
+
+
+_watch = _CompilerImport()
