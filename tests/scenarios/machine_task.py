@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,33 @@ class Signs(Callback):
             parameter.grad.sign_()
 
 
+class Slow(torch.utils.data.Dataset[Any]):
+    """Samples that take their time.
+
+    Attributes:
+        read: Number of samples that this process has read.
+        on_read: Called after each.
+    """
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.on_read: Callable[[], object] = lambda: None
+
+    def __len__(self) -> int:
+        return 150
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.05)
+        self.read += 1
+        self.on_read()
+        return {"index": torch.tensor(index % task.SAMPLES)}
+
+
 class Dies(Callback):
-    """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly; or only a process."""
+    """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly; or only a process.
+
+    With "evaluation", it ends while it evaluates after step 6.
+    """
 
     def __init__(self, host: str, moment: str) -> None:
         self.is_here, self.moment = socket.gethostname() == host, moment
@@ -69,6 +95,8 @@ class Dies(Callback):
             contribution.write_part = lambda *args: (time.sleep(1), write(*args))[1]
 
     def on_train_begin(self, run: Run) -> None:
+        if self.moment == "evaluation":
+            run.eval_dataset.on_read = lambda: self.die() if run.eval_dataset.read == 5 else None
         if self.moment == "exchange":
             next(run.model.parameters()).register_hook(lambda grad: self.die() if run.state.step == 6 else None)
 
@@ -151,6 +179,15 @@ class DiesAmongOthers(Dies):
         MultiNode.share_model = send  # type: ignore[method-assign]
 
 
+class ReadBefore(Callback):
+    """Keeps how many samples of an evaluation this process had read when it went on without others."""
+
+    number: int | None = None
+
+    def on_regroup(self, run: Run) -> None:
+        self.number = run.eval_dataset.read
+
+
 class Pause(Callback):
     """Makes steps long enough for something to happen in them, leaves a file after each, and lets rank 1 die."""
 
@@ -180,7 +217,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
     parser.add_argument(
         "--dies", nargs=2, action="append", default=[],
-        help="a machine, and when it is lost: step, exchange, save, process, vote, meeting, healing",
+        help="a machine, and when it is lost: step, exchange, save, evaluation, process, vote, meeting, healing",
     )  # fmt: skip
     parser.add_argument("--slow", help="a machine whose steps take longer, and which may be replaced")
     parser.add_argument("--heartbeat", type=float)
@@ -211,6 +248,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         dataset = [{"index": torch.tensor(index)} for index in range(task.SAMPLES)]
         callbacks.append(Signs())
         args = dataclasses.replace(args, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0)
+    slow, read = None, ReadBefore()
+    if any(moment == "evaluation" for _, moment in options.dies):
+        slow = Slow()
+        callbacks.append(read)
+        args = dataclasses.replace(args, eval_strategy="steps", eval_steps=6)
     for host, moment in options.dies:
         among = moment in ("vote", "meeting", "healing")
         callbacks.append(DiesAmongOthers(host, moment, options.marks.parent) if among else Dies(host, moment))
@@ -220,7 +262,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         callbacks.append(PeerCopies(2, options.copies))
     kind, parts = (FSDP, {"units": ["head"]}) if options.fsdp else (MultiNode, {})
     strategy = kind(device="cpu", heartbeat_timeout=options.heartbeat, **parts)
-    trainer = Trainer(model, args, dataset, strategy=strategy, callbacks=callbacks)
+    trainer = Trainer(model, args, dataset, slow, strategy=strategy, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True)
     assert trainer.run.optimizer is not None
     averages = callbacks[0].state_dict()
@@ -229,7 +271,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     state = task.checksum(trainer.run.model.state_dict(), trainer.run.optimizer.state_dict(), averages)
     return {
         "rank": strategy.rank, "pid": os.getpid(), "step": output.global_step, "loss": output.training_loss,
-        "state": state, "copied": copied,
+        "state": state, "copied": copied, "read": read.number,
         "weights": [] if options.fsdp else torch.nn.utils.parameters_to_vector(model.parameters()).tolist(),
     }  # fmt: skip
 

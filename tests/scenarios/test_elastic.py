@@ -35,9 +35,11 @@ def began(elastic: Elastic) -> float:
     return float(read_log(elastic.run / "log.jsonl")[0]["began"])
 
 
-@pytest.mark.parametrize("moment", ["step", "exchange", "save"])
+@pytest.mark.parametrize("moment", ["step", "exchange", "save", "evaluation"])
 def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
-    """The others go on in their processes: between votes, while gradients are summed, while a checkpoint is written."""
+    """The others go on in their processes: between votes, while gradients are summed, a checkpoint is written, or each
+    process evaluates its share.
+    """
     commands = elastic.start_all(pause=0.1, dies=moment, copies=moment == "exchange")
     ended = finish(*commands[:2])
     elastic.check(*ended)
@@ -50,7 +52,7 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     (lost,) = elastic.memberships()
     sizes = [lost[name] for name in ("machines_before", "machines", "processes_before", "processes")]
     assert (sizes, lost["lost"], lost["joined"]) == ([3, 2, 3, 2], [HOSTS[2]], [])
-    again = int(moment != "step")
+    again = int(moment in ("exchange", "save"))
     assert (lost["number"], lost["step"], lost["again"], lost["in_process"]) == (2, 6, again, True)
     assert 0 < lost["pause"] < 30
     assert lost["cause"]
@@ -60,6 +62,11 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     missing = 1 / 3 * (1 - (lost["time"] - began(elastic)) / summary["wall_seconds"])
     assert summary["reduced_seconds"] / summary["wall_seconds"] == pytest.approx(missing, abs=0.05)
     assert summary["seconds/regroup"] == pytest.approx(lost["pause"], rel=0.1, abs=0.1)
+    if moment == "evaluation":  # of which each process was to read 50 samples
+        assert all(5 <= json.loads(each.out)["read"] < 30 for each in ended)
+        steps = [each["step"] for each in read_log(elastic.run / "log.jsonl") if each["event"] == "evaluate"]
+        assert steps == sorted({*steps})
+        assert steps[0] == 6
     if moment == "exchange":  # copies to peers were given up with the broken group, and went on in the next one
         assert ended[0].err.count("was not copied to memory") <= 1, ended[0].err
         for disk in elastic.machines.disks[:2]:

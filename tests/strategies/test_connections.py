@@ -47,3 +47,24 @@ def test_another_file_with_the_same_number_stays_open() -> None:
         assert peers[1].recv(1) == b"x"
         for each in (own, later, *peers):
             each.close()
+
+
+@pytest.mark.parametrize("end", ["other", "own", "replaced"])
+def test_one_that_has_ended_is_noticed(end: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = Connections()
+        with connections.opened(except_port=0):
+            own = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        others = [server.accept()[0] for _ in range(2)]
+        own.pop(0).close()  # long ago
+        open_ones = connections.open_ones()
+        others[1].sendall(b"x")
+        assert len(open_ones) == 1
+        assert not connections.have_ended(open_ones)
+        if end == "replaced":
+            os.dup2(others[0].fileno(), own[0].fileno())
+        else:
+            (own[0] if end == "own" else others[1]).close()
+        assert connections.have_ended(open_ones)
+        for each in (*own, *others):
+            each.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -100,6 +101,51 @@ def test_the_first_process_leaves_its_words_to_the_others() -> None:
     for _, text in (texts.get(), texts.get()):
         assert f"process {processes[2].pid}) has ended without a message" in text
         assert f"process {processes[0].pid}) has ended without a message" not in text
+
+
+def work_until_one_is_lost(port: int, rank: int, texts: Any, number: signal.Signals) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    strategy = DDP(device="cpu", heartbeat_timeout=3.0)
+    strategy.setup()
+    careless = strategy.session.watch()
+    strategy.expect_regroup(True)
+    check = strategy.session.watch()
+    strategy.barrier()
+    check()
+    if rank == 1:
+        os.kill(os.getpid(), number)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        careless()
+        try:
+            check()
+        except RuntimeError as error:
+            texts.put(f"{type(error).__name__}: {error}")
+            os._exit(0)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_loss_is_noticed_in_work_without_collectives(number: signal.Signals) -> None:
+    """At once by its connection, or after the patience of the heartbeat."""
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    texts = fork.SimpleQueue()
+    args = [(port, rank, texts, number) for rank in range(2)]
+    processes = [fork.Process(target=work_until_one_is_lost, args=each) for each in args]
+    for process in processes:
+        process.start()
+    try:
+        processes[0].join(60)
+        assert processes[0].exitcode == 0
+        reason = "closed by its other end" if number == signal.SIGKILL else f"rank 1 .*process {processes[1].pid}.*"
+        assert re.match(rf"LostProcessError: a connection to another process broke \({reason}\); rank 0 ", texts.get())
+    finally:
+        for process in processes:
+            process.kill()
 
 
 GPU = "NVIDIA H100 80GB HBM3 GPU-5e6f"

@@ -208,6 +208,7 @@ class Evaluator:
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
             on_host = itertools.starmap(_EvalBatch, batches)
             ahead = _Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
+            check_others = strategy.session.watch()
             outcomes = map(partial(self._forward, padding, totals, keep, predicts), itertools.count(), ahead)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
                 if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
@@ -216,6 +217,7 @@ class Evaluator:
                 samples += outcome.samples
                 steps += 1
                 del outcome  # its predictions would stay on the device during the next forward pass
+                check_others()
                 interrupted = run.requests.exit_code is not None or strategy.session.is_preempted
                 if interrupted:
                     break

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _FOLDER = "/proc/self/fd"
 
@@ -34,6 +35,20 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._sockets)
+
+    def open_ones(self) -> dict[int, str]:
+        """Return those that are open on this end, for `have_ended`."""
+        return {number: name for number, name in self._sockets.items() if _name(number) == name}
+
+    @staticmethod
+    def have_ended(open_ones: Mapping[int, str]) -> bool:
+        """Return whether a connection has been closed since `open_ones` returned it, here or on its other end."""
+        if any(_name(number) != name for number, name in open_ones.items()):
+            return True
+        ends = select.poll()
+        for number in open_ones:
+            ends.register(number, select.POLLRDHUP)
+        return bool(ends.poll(0))
 
     def break_off(self) -> None:
         """Shut the connections down, so that what waits here and on their other ends fails at once."""

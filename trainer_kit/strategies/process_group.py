@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -36,6 +36,7 @@ _REFUSAL_SECONDS = 10.0
 _SILENCE_SECONDS, _ATTEMPT_SECONDS = 10.0, 2.0  # of a launcher whose machine may just be slow
 _PATIENCE_SECONDS, _ELASTIC_PATIENCE_SECONDS = 30.0, 12.0
 _EXPLAINS_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
 
 SLOW_SECONDS = 60.0
 """Seconds until a warning names a process that others wait for; fewer with a short collective timeout."""
@@ -270,6 +271,29 @@ class ProcessGroup:
             if not failed_to_communicate(error):
                 raise
             raise LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error)) from error
+
+    def watch(self) -> Callable[[], None]:
+        """Return a check for work without collectives, to be called often, where a lost process raises at once.
+
+        Raises:
+            LostProcessError: By the check, if another process has left since the call of `watch` or does not answer.
+        """
+        membership = self._membership
+        if membership is None or not self.goes_on:
+            return lambda: None
+        open_ones, due = membership.connections.open_ones(), 0.0
+
+        def check() -> None:
+            nonlocal due
+            if (now := time.monotonic()) < due:
+                return
+            due = now + _LOOK_SECONDS
+            lost = [each.text for each in membership.heartbeat.peers.problems()]
+            if lost or Connections.have_ended(open_ones):
+                error = ConnectionError("; ".join(lost) or "closed by its other end")
+                raise LostProcessError(membership.heartbeat.give_up(error))
+
+        return check
 
 
 # A forked child hangs if a C++ thread enters Python during the fork (github.com/python/cpython/issues/112275), as

@@ -39,6 +39,9 @@ class ProcessSession(Session):
         if self.group.heartbeat is not None:
             self.group.heartbeat.last_duty = handler
 
+    def watch(self) -> Callable[[], None]:
+        return self.group.watch()
+
     def end_training(self, error: BaseException | None) -> None:
         super().end_training(error)
         self.group.end_training(error)

@@ -48,6 +48,10 @@ class Session:
         """Report to all processes that this one was asked to exit by a signal, so that they interrupt long work."""
         self._is_preempted = True
 
+    def watch(self) -> Callable[[], None]:
+        """Return a check for lost processes, see `ProcessGroup.watch`; without others, it does nothing."""
+        return lambda: None
+
     def end_training(self, error: BaseException | None) -> None:
         """End a training; `error` is the error that ended it, None if it ended normally."""
         self._is_preempted = False  # in a notebook the process may still evaluate
