@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def names_of_accelerate() -> Names:
 def test_each_name_exists(page: str, theirs: Any) -> None:
     assert problems(page, theirs()) == []
     name, release = version(page).split()
+    if sys.version_info < (3, 11):
+        return  # constraints.txt has other releases
     assert importlib.metadata.version(name).startswith(f"{release}."), "check the page against the installed release"
 
 

@@ -104,9 +104,16 @@ def test_a_plot_has_the_colours_of_the_style_sheet() -> None:
     assert used <= {*light} == {*dark}
 
 
+# Their model learns from Python's own documentation, which each release changes.
+PYTHON_OF_THE_PROSE = (3, 11)
+OF_PROSE = ("larger-than-a-card", "pretrain-gpt")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*pages()} - {"tpu", "comparison"}))  # see tests/xla, tests/benchmarks
 def test_a_tutorial_prints_and_plots_what_it_shows(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name in OF_PROSE and sys.version_info[:2] != PYTHON_OF_THE_PROSE:
+        pytest.skip("recorded with the prose of another Python")
     if name != "first-training":  # whose processes import all by themselves, as a user's do
         request.getfixturevalue("preloaded_python")
     assert changes(name, recording.run(name, tmp_path)) == []
