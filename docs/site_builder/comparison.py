@@ -20,14 +20,14 @@ _MASKED = {
     ),
     "CHECKSUM": re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{8,64}\b"),
     "SAMPLE": re.compile(
-        r"(?s:(?<=sampled text\n------------\n).*?(?=\n------------\n))|(?s:(?<=continues 'A class definition':\n).+)"
+        r"(?s:(?<=sampled text\n------------\n).*?(?=\n------------\n))|(?<=continues 'A class definition':\n).+"
     ),
     "BEST": re.compile(r"(?<=best is checkpoint-)\d+|(?<=checkpoint-)\d+(?=[^\n]*, the best\b)"),
     "BUILD": re.compile(r"(?<=torch )[\d.]+\+\w+"),
     "NEWEST": re.compile(r"(?<=newest checkpoint: step )\d+"),  # written in the background while the run is killed
 }
-"""What differs from run to run: times, dates, rates and sizes; checksums; the build of torch; text sampled from a model,
-in which rounding can change a token and all after it, or decide between two evaluations; what a race decides."""
+"""What differs from run to run: times, dates, rates and sizes; checksums; torch's build; text sampled from a model, in
+which rounding can change a token and all after it, or decide between two evaluations; what a race decides."""
 
 _ACTIVITY = re.compile(r"^[\w/]+ +[\d.]+ s +[\d.]+%$\n?", re.MULTILINE)
 """A row of the time by activity; which are long enough to be shown, and their order, differs."""
