@@ -21,6 +21,7 @@ DIRECTIONS = "[...document.querySelectorAll('pre, code, .plot')].map(part => get
 TOO_WIDE = """
 [
     document.documentElement,
+    ...(innerWidth < 600 ? document.querySelectorAll('.md-typeset td') : []),
     ...[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(each => !each.querySelector('th:nth-child(6)')),
 ]
     .filter(each => each.scrollWidth > each.clientWidth)
@@ -52,6 +53,12 @@ BROKEN_WORDS = """
     }
     return found
 })
+"""
+# Blocks of code whose lines end outside of the page.
+CUT_CODE = """
+[...document.querySelectorAll('CODE')]
+    .filter(each => each.scrollWidth > each.clientWidth)
+    .map(each => each.textContent.slice(0, 40))
 """
 # By how many letters the lines of the first text that wraps are indented.
 LEFT_ENDS = """
@@ -163,19 +170,37 @@ def test_a_page_fits_in_its_scheme_and_direction(name: str, dark: bool, width: i
     assert {*page.evaluate(DIRECTIONS)} == {"ltr"}
 
 
-@pytest.mark.parametrize("name", ["en/how-to/trackers", "ar/how-to/trackers", "en/explanation/architecture"])
+@pytest.mark.parametrize(
+    "name",
+    ["en/how-to/trackers", "ar/how-to/trackers", "en/explanation/architecture", "en/project/contributing"],
+)
 def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Path) -> None:
     page.open(site / f"{name}.html")
     assert page.evaluate(BROKEN_WORDS) == []
 
 
-@pytest.mark.parametrize("name", ["en/explanation/comparison", "en/reference/command-line"])
-def test_long_lines_of_results_and_usages_are_whole_and_their_rest_is_indented(
-    name: str, page: Page, site: Path
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "en/explanation/comparison",
+            "en/explanation/anatomy",
+            "en/explanation/architecture",
+            "en/how-to/checkpoints",
+        ),
+        *("en/tutorials/memory-and-time", "en/tutorials/own-loop", "ar/how-to/tpu", "en/reference/command-line"),
+    ],
+)
+def test_results_and_commands_are_whole(name: str, page: Page, site: Path) -> None:
     page.open(site / f"{name}.html")
-    cut = "[...document.querySelectorAll('.language-text code')].filter(each => each.scrollWidth > each.clientWidth)"
-    assert page.evaluate(f"{cut}.length") == 0
+    assert page.evaluate(CUT_CODE.replace("CODE", ".language-text code, .language-sh code")) == []
+    page.resize(390)
+    assert page.evaluate(CUT_CODE.replace("CODE", ".language-text.prose code")) == []
+
+
+@pytest.mark.parametrize("name", ["en/explanation/comparison", "en/reference/command-line"])
+def test_the_rest_of_a_long_line_is_indented(name: str, page: Page, site: Path) -> None:
+    page.open(site / f"{name}.html")
     assert page.evaluate(LEFT_ENDS) == [0, 2]
 
 
