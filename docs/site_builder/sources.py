@@ -68,4 +68,5 @@ def _cell(cell: dict[str, object]) -> str:
     text = "".join(source) if isinstance(source, list) else str(source)
     if cell["cell_type"] == "code":
         return f"````python\n{text.rstrip()}\n````"
-    return text.replace("\n# ", "\n## ").removeprefix("# ") if text.startswith("# ") else text
+    title, below, rest = text.removeprefix("# ").partition("\n")
+    return f"**{title}**{below}{rest}".replace("\n# ", "\n## ") if text.startswith("# ") else text

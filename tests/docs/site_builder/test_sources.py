@@ -22,6 +22,7 @@ def test_a_notebook_is_a_page_of_its_cells() -> None:
     assert text.startswith("# notebook.ipynb\n")
     assert "````python\n" in text
     assert text.count("\n# ") == 0
+    assert "\n**Training on several processes from a notebook**\n" in text
 
 
 def test_two_scripts_of_one_name_are_refused(tmp_path: Path) -> None:
