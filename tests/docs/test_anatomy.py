@@ -73,6 +73,12 @@ def test_the_table_is_what_is_estimated(folder: Path) -> None:
     assert same(verdict)[0] == same(told)[0]
 
 
+def test_the_exercise_shows_what_its_script_printed_when_it_was_recorded() -> None:
+    recorded = Path(__file__).parents[2] / "docs" / "recorded" / "memory-and-time" / "anatomy.txt"
+    [shown] = [each for each in SHOWN if each.startswith("a small BERT")]
+    assert sorted(same(shown)) == sorted(same(recorded.read_text(encoding="utf-8")))
+
+
 def test_the_commands_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
