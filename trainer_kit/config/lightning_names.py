@@ -65,7 +65,7 @@ LIGHTNING_NAMES: Mapping[str, OtherName] = {
     "limit_predict_batches": refused(f"{_SUBSET} in predict()", 1.0),
     "overfit_batches": refused(f"{_SUBSET} as train_dataset and as eval_dataset", 0, 0.0),
     "fast_dev_run": refused("use Trainer(callbacks=[FastDevRun()]) of trainer_kit.callbacks", False, 0),
-    "num_sanity_val_steps": refused("call trainer.evaluate() before trainer.train()", 0),
+    "num_sanity_val_steps": refused("use eval_on_start=True, which evaluates the whole dataset", 0),
     "min_epochs": refused(_EPOCH_LOOP),
     "min_steps": refused(_EPOCH_LOOP),
     "logger": switched("report_to", None, "none"),
