@@ -27,6 +27,6 @@ def _marked(block: re.Match[str]) -> str:
     lines = html.unescape(_TAG.sub("", block[3])).splitlines()
     columns = _COLUMNS["sh" if "-sh" in block[1] else "text"]
     kind = " prose"
-    if any(map(columns.search, lines)):
-        kind = " broad" if max(map(len, lines)) > _LINE else ""
+    if rows := [line for line in lines if columns.search(line)]:
+        kind = " broad" if max(map(len, rows)) > _LINE else ""
     return f'<div class="{block[1]}{kind}">{block[2]}{block[3]}</code>'

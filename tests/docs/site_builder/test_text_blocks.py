@@ -16,7 +16,8 @@ COLUMNS = "checkpoint     written\ncheckpoint-5   2026-11-23"
         ("a tree\n  of folders", " prose"),
         (COLUMNS, ""),
         ("A ──► B", ""),
-        (f"{COLUMNS}\n{'x' * 85}", " broad"),
+        (f"{COLUMNS}  {'x' * 85}", " broad"),
+        (f"{COLUMNS}\n{'x' * 85}", ""),
         ("a  &lt;b&gt;" + "&lt;" * 70, ""),
     ],
 )
