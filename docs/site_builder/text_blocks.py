@@ -10,8 +10,8 @@ _TAG = re.compile(r"<[^>]*>")
 _COLUMNS = {"text": re.compile(r"[^:\s] {2,}\S|[─│┬►]"), "sh": re.compile(r" {2,}#")}
 """Gaps between columns, not after a colon as in `curves:    runs/demo`, and lines of diagrams; comments of commands."""
 
-_LINE = 84
-"""Characters of code that fit between the navigation and the contents of a wide screen."""
+_LINE = 79
+"""Characters of code that fit on a wide screen, between the navigation and the button that copies."""
 
 
 def with_marked_blocks(page: str) -> str:
