@@ -54,7 +54,7 @@ def command_line() -> str:
 def _section(command: Command) -> str:
     name = " ".join(command.words)
     level = "#" * len(command.words)
-    usage = command.parser.format_usage().removeprefix("usage: ").strip()
+    usage = _usage(command.parser)
     parts = [f"{level} {name} {{ #{anchor_of(command)} }}", f"```text\n{usage}\n```", _description(command)]
     if rows := [[_names(command, each), _help(command, each)] for each in options_of(command.parser)]:
         parts.append(table(["argument", "meaning"], rows))
@@ -62,6 +62,11 @@ def _section(command: Command) -> str:
         rows = [[code(number), meaning] for number, meaning in COMMANDS[command.words[1]].EXIT_CODES.items()]
         parts.append(table(["exit code", "meaning"], rows))
     return "\n\n".join(parts)
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return the usage on one line, which the page wraps: the parser's lines depend on the width of a terminal."""
+    return " ".join(parser.format_usage().removeprefix("usage: ").split())
 
 
 def _description(command: Command) -> str:

@@ -46,11 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     action = _add(actions, "prune", "remove the checkpoints of a run that need not stay, without asking")
     action.add_argument("folder", metavar="RUN_DIR", type=Path, help="the output_dir of a run")
-    action.add_argument("--keep", metavar="N", type=_count_of, required=True, help="how many of the newest stay")
-    action.add_argument("--keep-best", metavar="N", type=_count_of, default=1, help="how many of the best (default: 1)")
-    action.add_argument("--keep-every", metavar="K", type=_count_of, help="each K-th that the run committed stays")
-    action.add_argument("--damaged", action="store_true", help="remove those that are not valid, too")
-    action.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
+    action.add_argument(
+        "--keep", metavar="N", type=_count_of, required=True, help="number of newest checkpoints that stay"
+    )
+    action.add_argument(
+        "--keep-best", metavar="N", type=_count_of, default=1, help="number of best ones that stay too (default: 1)"
+    )
+    action.add_argument(
+        "--keep-every", metavar="K", type=_count_of, help="each K-th one that the run wrote stays too (default: none)"
+    )
+    action.add_argument("--damaged", action="store_true", help="also remove those that are not valid")
+    action.add_argument("--dry-run", action="store_true", help="remove nothing, only say what would be removed")
 
 
 def _add(

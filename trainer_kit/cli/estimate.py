@@ -1,7 +1,7 @@
 """Estimate the memory of training a model: what it is made of, whether it fits, and what would save how much.
 
 A step is computed on tensors that have shapes and no memory, as the Trainer computes it: a model with 70 billion
-parameters is estimated on a laptop, and a GPU without one. MODEL is
+parameters is estimated on a laptop, and a GPU without one. MODEL is one of:
 
   FILE             a model's config.json of transformers
   FOLDER           one with a config.json, such as a checkpoint
@@ -27,16 +27,25 @@ if TYPE_CHECKING:
 # Option, its field of TrainingArguments, and its settings for argparse.
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batch-size", "per_device_train_batch_size",
-     {"type": int, "metavar": "N", "help": "samples of a micro-batch on one device (default: 8, or the function's)"}),
-    ("optim", "optim", {"metavar": "NAME", "help": "adamw_torch (default), adamw_8bit, adafactor, muon or sgd"}),
-    ("optim-args", "optim_args", {"metavar": "OPTIONS", "help": "of sgd, such as momentum=0.9"}),
-    ("mixed-precision", "mixed_precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
+     {"type": int, "metavar": "N",
+      "help": "samples of a micro-batch on one device (default: 8; for MODULE:FUNCTION, those of its batch)"}),
+    ("optim", "optim",
+     {"metavar": "NAME",
+      "help": "optimizer: adamw_torch, adamw_8bit, adafactor, muon or sgd (default: adamw_torch)"}),
+    ("optim-args", "optim_args",
+     {"metavar": "OPTIONS",
+      "help": "options of sgd or muon, separated by commas, such as momentum=0.9 (default: torch's own)"}),
+    ("mixed-precision", "mixed_precision",
+     {"choices": ("no", "fp16", "bf16", "fp8"),
+      "help": "precision of the forward pass; no: that of the weights (default: no)"}),
     ("gradient-checkpointing", "gradient_checkpointing",
-     {"action": "store_true", "help": "compute activations again in the backward pass"}),
+     {"action": "store_true",
+      "help": "recompute activations in the backward pass, which needs less memory (default: keep them)"}),
     ("chunked-cross-entropy", "chunked_cross_entropy",
-     {"action": "store_true", "help": "compute a language model's logits and loss in chunks of tokens"}),
+     {"action": "store_true",
+      "help": "compute logits and loss of a causal language model in chunks of tokens, which needs less memory"}),
     ("gradient-accumulation-steps", "gradient_accumulation_steps",
-     {"type": int, "metavar": "N", "help": "micro-batches of a step (default: 1)"}),
+     {"type": int, "metavar": "N", "help": "micro-batches of an optimizer step (default: 1)"}),
 )  # fmt: skip
 
 EXIT_CODES = {0: "estimated; a step that does not fit is no error"}
@@ -47,23 +56,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     parser.allow_abbrev = False
-    parser.add_argument("model", metavar="MODEL", help="a file, a folder, a name on the Hub, or MODULE:FUNCTION")
+    parser.add_argument("model", metavar="MODEL", help="FILE, FOLDER, NAME or MODULE:FUNCTION, see above")
     for name, field, settings in _OPTIONS:
         _add(parser, name, dest=field, default=argparse.SUPPRESS, **settings)
-    _add(
-        parser, "seq-len", type=_count, metavar="N", help="tokens of each sequence (default: 512, or the most it takes)"
+    tokens = "tokens of each sequence (default: 512, or the model's positions if they are fewer)"
+    _add(parser, "seq-len", type=_count, metavar="N", help=tokens)
+    weights = "dtype of the weights (default: that of the config, else float32)"
+    _add(parser, "dtype", choices=("float32", "bfloat16", "float16"), help=weights)
+    processes = "processes of the run, each with a device of its own (default: %(default)s)"
+    _add(parser, "num-processes", type=_count, default=1, metavar="N", help=processes)
+    shared = (
+        "processes over which FSDP shards the model; must divide --num-processes, if given (default: 1, not sharded)"
     )
-    _add(parser, "dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the config's)")
-    _add(parser, "num-processes", type=_count, default=1, metavar="N", help="processes, a device each (default: 1)")
-    shared = "processes over which FSDP shards the model (default: 1, not sharded)"
     _add(parser, "fsdp", type=_count, default=1, metavar="N", help=shared)
-    _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help="where to train (default: cuda)")
-    _add(parser, "inference", action="store_true", help="of a forward pass without gradients, instead of training")
-    copies = "print the host memory that the callback PeerCopies takes too"
+    kind = "kind of device to train on (default: %(default)s)"
+    _add(parser, "device", choices=("cuda", "cpu"), default="cuda", help=kind)
+    inference = "estimate a forward pass without gradients instead of a training step"
+    _add(parser, "inference", action="store_true", help=inference)
+    copies = "also print the host memory that the callback PeerCopies takes on each process"
     _add(parser, "peer-copies", action="store_true", help=copies)
-    size = "what the device has, such as 24GiB or 80GB (default: that of the one here)"
+    size = "memory of one device, such as 24GiB or 80GB (default: that of this machine's device, if there is one)"
     _add(parser, "device-memory", type=_size, metavar="SIZE", help=size)
-    _add(parser, "json", action="store_true", help="print all figures in bytes, as JSON")
+    _add(parser, "json", action="store_true", help="print JSON, with all sizes in bytes, instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -41,27 +41,39 @@ class _Nodes(argparse.Action):
 
 # Option and its settings for argparse. The names are those of `LaunchConfig`.
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one a GPU); "
-                       "with --tpu devices, all (default) or 1"}),
-    ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "machines; 2:4 goes on with 2 to 4 of them when "
-                   "some are lost or come"}),
-    ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0"}),
-    ("master-addr", {"metavar": "ADDRESS[,...]", "help": "name or address of machine 0; several with MIN:MAX, of which "
-                     "the first that is left serves the store"}),
-    ("master-port", {"type": int, "metavar": "PORT", "help": "its port (default: a free one, or 29500)"}),
-    ("max-restarts", {"type": _restarts, "metavar": "N|N/TIME", "help": "restart N times after failures, then while it "
-                      "gets on; 5/1h: while fewer than 5 came before within an hour (default with MIN:MAX)"}),
-    ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another"}),
-    ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines"}),
-    ("rdzv-conf", {"type": _pairs, "metavar": "NAME=VALUE,...", "help": "options of the rendezvous, as for torchrun"}),
-    ("monitor-interval", {"type": float, "metavar": "SECONDS", "help": "time between two checks of the processes"}),
-    ("start-timeout", {"type": float, "metavar": "SECONDS", "help": "how long to wait for other machines"}),
-    ("last-call", {"type": float, "metavar": "SECONDS", "help": "how long to wait for more machines than MIN"}),
-    ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"), "help": "what to compute in"}),
-    ("gradient-accumulation-steps", {"type": int, "metavar": "N", "help": "batches per step of an Accelerator"}),
-    ("dynamo-backend", {"metavar": "NAME", "help": "compiler of an Accelerator's models, such as inductor"}),
-    ("num-cpu-threads-per-process", {"type": int, "metavar": "N", "help": "threads of torch in each process"}),
-    ("profile", {"metavar": "FIRST:LAST", "help": "write a trace of these steps, such as 10:20"}),
+    ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one for each "
+                       "GPU, or one for a machine without GPUs); with --tpu devices, all (default) or 1"}),
+    ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "number of machines (default: 1); 2:4 goes on "
+                   "with 2 to 4 of them when some are lost or come"}),
+    ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0 (default: 0)"}),
+    ("master-addr", {"metavar": "ADDRESS[,...]", "help": "name or address of machine 0 (default: 127.0.0.1); several "
+                     "with MIN:MAX, of which the first that is left serves the store"}),
+    ("master-port", {"type": int, "metavar": "PORT",
+                     "help": "port on machine 0 (default: a free one, or 29500 with several machines)"}),
+    ("max-restarts", {"type": _restarts, "metavar": "N|N/TIME", "help": "restart N times after failures, then only "
+                      "after a newer checkpoint; 5/1h: while fewer than 5 failures came before within an hour "
+                      "(default: 0, or 5/1h with MIN:MAX)"}),
+    ("rdzv-backend", {"choices": ("static", "c10d"), "help": "how machines find one another: static by --node-rank, "
+                      "c10d in order of arrival (default: static, or c10d with MIN:MAX)"}),
+    ("rdzv-id", {"metavar": "NAME", "help": "name of the run, the same on all machines (default: trainer_kit)"}),
+    ("rdzv-conf", {"type": _pairs, "metavar": "NAME=VALUE,...",
+                   "help": "options of the rendezvous, as for torchrun (default: none)"}),
+    ("monitor-interval", {"type": float, "metavar": "SECONDS",
+                          "help": "seconds between two checks of the processes (default: 0.1)"}),
+    ("start-timeout", {"type": float, "metavar": "SECONDS",
+                       "help": "seconds to wait for the other machines (default: 600)"}),
+    ("last-call", {"type": float, "metavar": "SECONDS",
+                   "help": "seconds to wait at the start for more machines than MIN (default: 3)"}),
+    ("mixed-precision", {"choices": ("no", "fp16", "bf16", "fp8"),
+                         "help": "precision of runs whose arguments leave it at no (default: no)"}),
+    ("gradient-accumulation-steps", {"type": int, "metavar": "N", "help": "batches of an optimizer step of an "
+                                     "Accelerator whose arguments leave it out (default: 1)"}),
+    ("dynamo-backend", {"metavar": "NAME", "help": "compiler of the models of an Accelerator, such as inductor "
+                        "(default: no, not compiled)"}),
+    ("num-cpu-threads-per-process", {"type": int, "metavar": "N", "help": "threads of torch in each process (default: "
+                                     "OMP_NUM_THREADS, else an equal share of the processors)"}),
+    ("profile", {"metavar": "FIRST:LAST",
+                 "help": "first and last step to write a trace of, such as 10:20 (default: no trace)"}),
 )  # fmt: skip
 
 
@@ -79,7 +91,7 @@ _OTHER_NAMES = {
 CUT_OFF = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_CODES = {
     0: "all processes ended well",
-    1: "a process failed; it is the code of that process, or 128 + S if signal S ended it, such as 137 for SIGKILL",
+    1: "a process failed; if it has another exit code, that one, or 128 + S after signal S, such as 137 for SIGKILL",
     CUT_OFF: "the other machines of an elastic run may be going on without this one; start it again to join them",
     130: "the processes left after Ctrl-C",
     143: "the processes left after SIGTERM or SIGUSR1; start them again to resume",
@@ -92,23 +104,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     for name, settings in _OPTIONS:
         _add(parser, name, settings)
-    _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU though there are GPUs"})
-    _add(parser, "debug", {"action": "store_true", "help": "compare shapes before an Accelerator's collectives"})
+    _add(parser, "cpu", {"action": "store_true", "help": "train on the CPU even if there are GPUs"})
+    _add(
+        parser,
+        "debug",
+        {"action": "store_true", "help": "compare the shapes of tensors before an Accelerator's collectives"},
+    )
     _add(parser, "fsdp", {"action": "store_true", "help": "shard the model over the processes"})
     _add(parser, "tpu", {"action": "store_true", "help": "train on all TPU devices of a machine, by one process"})
-    _add(parser, "config", {"metavar": "FILE", "help": f"a file of `trainer-kit config` (default: {default_path()})"})
-    _add(parser, "gpu-ids", {"metavar": "N,...", "help": "GPUs of this machine to use, as CUDA_VISIBLE_DEVICES"})
+    _add(
+        parser,
+        "config",
+        {"metavar": "FILE", "help": f"file of `trainer-kit config` with other defaults (default: {default_path()})"},
+    )
+    _add(parser, "gpu-ids", {"metavar": "N,...", "help": "numbers of this machine's GPUs to use (default: all)"})
     _add(
         parser,
         "log-dir",
-        {"metavar": "DIR", "help": "where ranks after the first write (default: a temporary one)"},
+        {"metavar": "DIR", "help": "folder for the output of the ranks after the first (default: a temporary one)"},
     )
     _add(parser, "prefix", {"action": "store_true", "help": "show the output of all ranks, each line after [rank N]"})
-    _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started"})
+    _add(parser, "dry-run", {"action": "store_true", "help": "print what would be started, and start nothing"})
     add_accelerate_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="what to run in each process")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", help="script, or module with -m, to run in each process")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-processes", type=int, metavar="P", help="plan as if so many had been launched")
-    parser.add_argument("--json", action="store_true", help="show the plan for machines")
+    parser.add_argument(
+        "--num-processes", type=int, metavar="P", help="processes to plan for (default: those of this start)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
 
 

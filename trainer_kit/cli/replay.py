@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the folder, the script and its arguments."""
     parser.usage = "trainer-kit replay [-h] crash-STEP [-m] script.py|module [arguments of the script]"
     parser.allow_abbrev = False
-    parser.add_argument("folder", type=Path, metavar="crash-STEP", help="what the run left in its output_dir")
+    parser.add_argument("folder", type=Path, metavar="crash-STEP", help="folder that the run left in its output_dir")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the script that trained, run up to its Trainer.train")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, as they were")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, as they were")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,9 +11,16 @@ EXIT_CODES = {0: "written"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the runs and the file to write."""
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="the output_dir of a run that wrote log.jsonl")
-    parser.add_argument("--compare", metavar="OTHER", type=Path, nargs="+", default=[], help="runs to show over it")
+    parser.add_argument(
+        "--compare",
+        metavar="OTHER",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="output_dir of more runs, shown in the same plots",
+    )
     parser.add_argument("--open", action="store_true", help="open the report, as the system opens such files")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: RUN_DIR/report.html)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN_DIR/report.FORMAT)")
     parser.add_argument("--format", help="html, png or md (default: as FILE ends, else html)")
 
 

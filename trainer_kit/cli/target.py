@@ -16,7 +16,9 @@ def declare_target(parser: argparse.ArgumentParser, usage: str) -> None:
     """
     parser.usage = usage
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py|module", help="what to run")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="script.py|module", help="script, or module with -m, to run"
+    )
 
 
 def read_target(

@@ -5,8 +5,8 @@ at a random moment after a checkpoint, and again from that checkpoint. At each s
 the gradients' norm, weights, buffers, optimizer, states of callbacks and of run.stateful, and logged losses must have
 the same bits. Else it says what differs first, and likely why; for that the script runs once more.
 
-Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out, a
-`finally` too. What the script does before, and what its callbacks do, happens in each start.
+Only the script's first train() runs, up to --steps, into a temporary folder; what follows it is left out, and
+a `finally` too. What the script does before, and what its callbacks do, happens in each start.
 """
 
 from __future__ import annotations
@@ -34,13 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", type=int, default=_STEPS, metavar="N", help="steps to compare (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, metavar="S", help="chooses checkpoint and kill (default: by chance; shown)")
-    parser.add_argument("--num-processes", type=int, default=1, metavar="P", help="processes of the run (default: 1)")
+        "--steps", type=int, default=_STEPS, metavar="N",
+        help="optimizer steps to compare, at least 2 (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=float, default=_TIMEOUT, metavar="SECONDS", help="for one start (default: %(default)g)"
-    )
+        "--seed", type=int, metavar="S",
+        help="number that chooses the checkpoint and the moment of the kill, to repeat a verification (default: a "
+        "random one, which the result shows)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-processes", type=int, default=1, metavar="P",
+        help="processes to start on this machine (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=_TIMEOUT, metavar="SECONDS",
+        help="seconds after which a start of the script counts as failed (default: %(default)g)",
+    )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
 
 

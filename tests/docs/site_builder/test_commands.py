@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from site_builder.commands import command_line, commands, exit_codes
+from site_builder.commands import command_line, commands, exit_codes, options_of
 
 from trainer_kit.cli.main import COMMANDS
 
@@ -19,7 +19,7 @@ def test_each_command_and_action_has_a_section() -> None:
 
 def test_options_stand_with_their_values_and_meaning() -> None:
     page = command_line()
-    assert "`--keep-best N` | how many of the best (default: 1) |" in page
+    assert "`--keep-best N` | number of best ones that stay too (default: 1) |" in page
     assert "`--mixed-precision {no,fp16,bf16,fp8}`" in page
     assert "--mixed_precision" not in page  # hidden spellings stay hidden
     assert str(Path.home()) not in page
@@ -27,7 +27,7 @@ def test_options_stand_with_their_values_and_meaning() -> None:
 
 def test_defaults_stand_in_the_help() -> None:
     page = command_line()
-    assert "steps to compare (default: 20)" in page
+    assert "optimizer steps to compare, at least 2 (default: 20)" in page
     assert "%(" not in page
 
 
@@ -51,3 +51,20 @@ def test_each_exit_code_has_a_meaning() -> None:
     for name, command in COMMANDS.items():
         assert 0 in command.EXIT_CODES
         assert page.count(f"| [`{name}`](command-line.md#{name}) |") == len(command.EXIT_CODES)
+
+
+def test_the_usage_stands_on_one_line() -> None:
+    usages = re.findall(r"```text\n(.*?)\n```", command_line(), re.DOTALL)
+    assert len(usages) == len([*commands()])
+    assert [usage for usage in usages if "\n" in usage or "  " in usage] == []
+
+
+def test_options_name_their_default() -> None:
+    """An option with a value is required, or its help says what happens without it."""
+    without = [
+        f"{command.words[1]} {option.option_strings[0]}"
+        for command in commands()
+        for option in options_of(command.parser)
+        if option.option_strings and option.nargs != 0 and not option.required and "default" not in str(option.help)
+    ]
+    assert without == ["report --compare"]
