@@ -40,15 +40,16 @@ class _Interval(NamedTuple):
 class Throughput(Callback):
     """Add the speed since the previous record, over all processes, to every record.
 
-    - `samples_per_second` (samples/s): Rate without the time of evaluations and checkpoints, as the next three.
-    - `steps_per_second` (steps/s): Optimizer steps.
-    - `tokens_per_second` (tokens/s): Tokens without padding, if batches have tokens.
-    - `data_wait` (share, 0 to 1): Share of the time in which the loop waits for the next batch.
+    - `samples_per_second` (samples/s): Samples by the time without evaluations and checkpoints.
+    - `steps_per_second` (steps/s): Optimizer steps by the same time.
+    - `tokens_per_second` (tokens/s): Tokens without padding by the same time, if batches have tokens.
+    - `data_wait` (share, 0 to 1): Share of the same time in which the loop waits for the next batch.
     - `model_flops_per_second` (FLOP/s): Operations that the model needs, forward and backward.
     - `hardware_flops_per_second` (FLOP/s): Operations including recomputation (activation checkpointing).
     - `mfu` (share, 0 to 1): Model FLOP/s divided by the peak FLOP/s of the devices (Chowdhery et al. 2022, appendix B).
-    - `seconds/ACTIVITY` (s): Time by activity, see `trainer_kit.profiling.time_ledger`.
-    - `goodput` (share, 0 to 1): Share of that time spent in forward, backward and the optimizer's step.
+    - `seconds/ACTIVITY` (s): Time by activity: `setup`, `data`, `forward`, `backward`, `optimizer`, `logging`,
+      `evaluation`, `saving`, `callback/NAME`, `loop` (everything else), `regroup`, `lost` and `down`.
+    - `goodput` (share, 0 to 1): Share of that time spent in `forward`, `backward` and `optimizer`.
     - `wall_seconds` (s): Time of all starts of the run, in the metrics of the whole run only.
 
     If machines or processes changed, the metrics of the whole run also have these, over all starts:
@@ -59,7 +60,7 @@ class Throughput(Callback):
     - `regrouping_seconds` (s): Time from the last work before each change to the first work after it.
     - `steps_again` (steps): Steps that were taken again, as far as they were recorded.
     - `reduced_seconds` (s): Time multiplied by the missing part of the machines.
-    - `slowest_seconds` (s): Time of this start in which this process waited for the slowest one in votes between steps.
+    - `slowest_seconds` (s): Time of this start in which this process waited for the slowest one between steps.
 
     If machines are missing, their part is missing from `goodput` too, see `trainer_kit.profiling.time_ledger`. The full
     size is the largest number of processes since the launch.

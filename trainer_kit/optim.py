@@ -272,23 +272,24 @@ def make_scheduler(
     """Make the schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
 
     The learning rate of step s (from 0) is the peak, the optimizer's own learning rate, times a factor. The warmup
-    takes w = `args.warmup_steps` steps, or ceil(`args.warmup_ratio` * total) if that is 0. Its factor is s / w. After
-    the warmup, p = (s - w) / (total - w) goes from 0 to 1, and the factor is:
+    takes `w = args.warmup_steps` steps, or `ceil(args.warmup_ratio * total)` if that is 0. Its factor is `s / w`. After
+    the warmup, `p = (s - w) / (total - w)` goes from 0 to 1, and the factor is:
 
-    - linear: 1 - p
-    - cosine: (1 + cos(2 pi num_cycles p)) / 2, num_cycles=0.5
-    - cosine_with_restarts: (1 + cos(pi (num_cycles p mod 1))) / 2 and 0 at the end, num_cycles=1
-    - cosine_with_min_lr: cosine from 1 to min_lr / peak, or to min_lr_rate; one of the two must be given
-    - inverse_sqrt: (1 + (s - w) / t) ** -0.5, timescale t = w, or 10,000 without a warmup
+    - linear: `1 - p`
+    - cosine: `(1 + cos(2 pi num_cycles p)) / 2`, with `num_cycles=0.5`
+    - cosine_with_restarts: `(1 + cos(pi (num_cycles p mod 1))) / 2`, and 0 at the end, with `num_cycles=1`
+    - cosine_with_min_lr: cosine from 1 to `min_lr / peak`, or to `min_lr_rate`; one of the two must be given
+    - inverse_sqrt: `(1 + (s - w) / t) ** -0.5`, with `timescale` t = w, or 10,000 without a warmup
     - constant: 1, without a warmup
     - constant_with_warmup: 1
-    - polynomial: from 1 to lr_end / peak as (1 - p) ** power, lr_end=1e-7, power=1
-    - warmup_stable_decay: 1, and half a cosine down to min_lr_ratio (0) in the last num_decay_steps (a tenth of all,
-      https://arxiv.org/abs/2404.06395); the warmup starts at min_lr_ratio
-    - one_cycle: `torch.optim.lr_scheduler.OneCycleLR` without its momentum: half a cosine from 1 / div_factor (25) up
-      to 1 at pct_start (0.3) of the run, and one down to 1 / (div_factor * final_div_factor) (1e4) in its last step
+    - polynomial: from 1 to `lr_end / peak` as `(1 - p) ** power`, with `lr_end=1e-7` and `power=1`
+    - warmup_stable_decay (<https://arxiv.org/abs/2404.06395>): 1, and half a cosine down to `min_lr_ratio` (0) in the
+      last `num_decay_steps` (a tenth of all); the warmup starts at `min_lr_ratio`
+    - one_cycle: `torch.optim.lr_scheduler.OneCycleLR` without its momentum: half a cosine from `1 / div_factor` (25) up
+      to 1 at `pct_start` (0.3) of the run, and one down to `1 / (div_factor * final_div_factor)` (1e4) in its last step
 
-    `args.lr_scheduler_kwargs` sets the named parameters, such as num_cycles.
+    `args.lr_scheduler_kwargs` sets the named parameters, such as `num_cycles`. "reduce_lr_on_plateau" is no function of
+    the step: the Trainer steps torch's `ReduceLROnPlateau` with `args.metric_for_best_model` at each evaluation.
 
     Args:
         optimizer: Its groups' learning rates are the peaks.

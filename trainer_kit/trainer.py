@@ -60,30 +60,30 @@ class Trainer:
     The life of a run:
 
         on_init_end
-        on_train_begin                                        a checkpoint is loaded by now
+        on_train_begin              a checkpoint is loaded by now
         while steps are left and no stop is requested:
-            on_epoch_begin                                    where an epoch begins or resumes
+            on_epoch_begin          where an epoch begins or resumes
             fetch the global batch: all micro-batches of the step, their items counted
             on_step_begin
             for each micro-batch:
                 to device -> seed -> autocast(loss) -> backward
-                on_substep_end                                except after the last
+                on_substep_end      except after the last
             on_pre_optimizer_step
             clip, optimizer
             on_optimizer_step
             scheduler, zero gradients, advance the counters
             on_step_end
-            on_epoch_end                                      where an epoch ends
+            on_epoch_end            where an epoch ends
             requests, in this order:
                 log:       metrics -> on_log
                 evaluate:  on_evaluate_begin -> on_evaluate_end -> on_evaluate
                 save:      on_save
                 stop
-        on_rollback                                           after a return to a checkpoint from a non-finite step
-        on_regroup                                            where processes go on without others that were lost
-        on_train_end                                          requests made here are still served
+        on_rollback                 after a return to a checkpoint from a non-finite step
+        on_regroup                  where processes go on without others that were lost
+        on_train_end                requests made here are still served
         on_exit
-        on_exception                                          instead of on_exit, after an error
+        on_exception                instead of on_exit, after an error
 
     Args:
         model: A `torch.nn.Module` that returns its loss; with `compute_loss`, any module. None with `model_init`.

@@ -62,7 +62,9 @@ class Accelerator(Stepping, AcceleratorProperties):
     It uses accelerate's names: a loop written for accelerate runs after a change of the import:
 
         accelerator = Accelerator(gradient_accumulation_steps=2)
-        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
         for epoch in range(3):
             for inputs, targets in loader:
                 with accelerator.accumulate(model):

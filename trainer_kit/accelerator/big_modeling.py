@@ -68,7 +68,7 @@ def load_checkpoint_and_dispatch(
         checkpoint: See `load_checkpoint_in_model`.
         device_map: One device, as text or as `{"": device}`; "auto" and the like: torch's accelerator, else the CPU;
             None: the CPU. A model that is divided over devices is not available.
-        strict: Whether a name is an error that only the model or only the files have.
+        strict: Whether a name that only the model or only the files have is an error.
         dtype: Dtype of the floating-point weights; None: as in the model.
 
     Raises:

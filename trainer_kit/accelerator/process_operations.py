@@ -16,12 +16,10 @@ T = TypeVar("T")
 
 class ProcessOperations(ProcessFacts):
     """Collective operations of this process with the others.
-
-    Attributes:
-        debug: Whether shapes are compared before each operation.
     """
 
     debug: bool = False
+    """Whether shapes are compared before each operation."""
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along the first dimension, in rank order; lengths may differ.

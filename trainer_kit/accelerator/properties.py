@@ -35,22 +35,22 @@ class AcceleratorProperties(ProcessFacts):
     Attributes:
         dataloader_config: See `DataLoaderConfiguration`.
         handlers: Objects of `kwargs_handlers` by class.
-        has_lomo_optimizer: Always False.
-        deepspeed_plugin: Always None, like the next two: these features are not available.
-        parallelism_config: See `deepspeed_plugin`.
-        torch_device_mesh: See `deepspeed_plugin`.
     """
 
     dataloader_config: DataLoaderConfiguration
     handlers: dict[type, Any]
     has_lomo_optimizer: bool = False
+    """Always False: LOMO is not available."""
     deepspeed_plugin: None = None
+    """Always None: DeepSpeed is not available."""
     parallelism_config: None = None
+    """Always None: give the strategy of the processes by `fsdp_plugin`."""
     torch_device_mesh: None = None
+    """Always None: there is no mesh of accelerate's `parallelism_config`."""
 
     @property
     def even_batches(self) -> bool:
-        """That of `dataloader_config`; can be set for loaders that are prepared later."""
+        """Value of `dataloader_config.even_batches`; can be set for loaders that are prepared later."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -59,37 +59,37 @@ class AcceleratorProperties(ProcessFacts):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """That of `dataloader_config`."""
+        """Value of `dataloader_config.dispatch_batches`."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """That of `dataloader_config`."""
+        """Value of `dataloader_config.use_seedable_sampler`."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """That of `dataloader_config`."""
+        """Value of `dataloader_config.use_stateful_dataloader`."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """That of `dataloader_config`."""
+        """Value of `dataloader_config.non_blocking`."""
         return self.dataloader_config.non_blocking
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The one of `kwargs_handlers`; None without one."""
+        """The `DistributedDataParallelKwargs` among `kwargs_handlers`; None if there is none."""
         return self.handlers.get(DistributedDataParallelKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The one of `kwargs_handlers`; None without one."""
+        """The `InitProcessGroupKwargs` among `kwargs_handlers`; None if there is none."""
         return self.handlers.get(InitProcessGroupKwargs)
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """The one of `kwargs_handlers`; None without one."""
+        """The `GradScalerKwargs` among `kwargs_handlers`; None if there is none."""
         return self.handlers.get(GradScalerKwargs)
 
     @property
@@ -114,6 +114,7 @@ class AcceleratorProperties(ProcessFacts):
         return self.strategy.sharding.is_active
 
     is_composable_parallelism_enabled = is_fsdp2
+    """Same as `is_fsdp2`."""
 
     @property
     def fp8_backend(self) -> str:

@@ -25,12 +25,12 @@ class Stepping(Checkpointing):
     Attributes:
         autocast_handler: Settings of mixed precision; None: the defaults.
         profile_handler: Settings of `profile`; None: the defaults.
-        fp8_recipe_handler: Always None: fp8's recipe has no options.
     """
 
     autocast_handler: AutocastKwargs | None = None
     profile_handler: ProfileKwargs | None = None
     fp8_recipe_handler = None
+    """Always None: fp8's recipe has no options."""
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -98,7 +98,7 @@ class TrainingArguments(ArgumentSources):
             "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and
             their code once, so that training starts sooner. See `CompileOptions`.
         gradient_checkpointing: Whether to recompute activations in the backward pass, to save memory, or a dict of
-            options: "modules" (patterns of names), "every" (of so many modules one recomputes) and "policy" ("all", or
+            options: "modules" (patterns of names), "every" (2: every second one recomputes) and "policy" ("all", or
             "save_matmuls" to keep what is slow to compute). See `CheckpointingOptions`. Without options, a model that
             has `gradient_checkpointing_enable` recomputes as that method does it, another one in its repeated blocks.
         chunked_cross_entropy: Whether a causal language model of transformers computes its logits and its loss in
@@ -133,7 +133,7 @@ class TrainingArguments(ArgumentSources):
         save_total_limit: Number of newest checkpoints to keep; None: all. The best ones, those of `save_keep_every`,
             and the one that the run resumed from are kept in addition.
         save_best_limit: Number of checkpoints to keep for their `metric_for_best_model`.
-        save_keep_every: Interval of checkpoints to keep permanently (10: each 10th); None: none.
+        save_keep_every: Interval of checkpoints to keep permanently (10: each 10th checkpoint); None: none.
         max_shard_size: Largest size of a file of weights: bytes, or a string such as "5GB" or "200MiB".
         load_best_model_at_end: Whether to load the best checkpoint's weights when training ends.
         metric_for_best_model: Metric that defines "best", with or without the prefix `eval_`. None: "eval_loss" if

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from trainer_kit.config.validation import Rule, check_values
 
-_Patterns = Annotated[
+Patterns = Annotated[
     list[str], Rule("a list of patterns of module names or class names", lambda value: bool(value) and all(value))
 ]
 
@@ -28,7 +28,7 @@ class CheckpointingOptions:
         ValueError: If a value is not allowed.
     """
 
-    modules: _Patterns | None = None
+    modules: Patterns | None = None
     every: Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)] = 1
     policy: Literal["all", "save_matmuls"] = "all"
 

@@ -332,7 +332,7 @@ def write_basic_config(
 
     Args:
         mixed_precision: Precision of runs whose arguments leave it at "no".
-        save_location: Path of a .yaml, .yml or .json file; None for `default_path()`, which `trainer-kit launch` reads
+        save_location: Path of a .yaml, .yml or .json file; None for the one that `trainer-kit launch` reads
             by default.
 
     Returns:

@@ -53,7 +53,7 @@ class Estimate:
     Attributes:
         anatomy: Memory of the requested step.
         device_memory: Bytes of the device; None if unknown.
-        largest_batch_size: Samples of the largest micro-batch that fits, at most `LARGEST`; 0 if none fits. None if the
+        largest_batch_size: Samples of the largest micro-batch that fits, at most 65,536; 0 if none fits. None if the
             device's memory is unknown, or the first dimension of the batch's tensors is not its samples.
         options: Options that need less memory, smallest peak first.
     """

@@ -27,7 +27,9 @@ class Component:
     """One component of the memory.
 
     Attributes:
-        name: One of `KINDS`.
+        name: "weights", "buffers", "batch", "gradients", "optimizer", "gathered" (units of FSDP), "casts" (autocast's
+            copies of weights), "activations", "temporary" (results and workspaces) or "runtime" (CUDA and its
+            libraries).
         nbytes: Bytes at the peak.
         source: How the figure was found: counted, measured and with which tool, or computed by which formula.
     """
@@ -42,7 +44,7 @@ class Anatomy:
     """Memory of a device at the peak of an optimizer step, by component.
 
     Attributes:
-        components: Components in the order of `KINDS`, without those of 0 bytes.
+        components: Components, without those of 0 bytes.
         peak: Bytes in use at the peak, the sum of the components.
         device: Type of the device, such as "cpu" or "cuda".
         parameters: Number of elements in the model's parameters; tied ones count once.

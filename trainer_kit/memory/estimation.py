@@ -51,7 +51,7 @@ def estimate(
 
     The step runs on fake tensors, which have a shape and no values, as the Trainer takes it: autocast, accumulation,
     clipping, activation checkpointing, the optimizer's own code (except for 8-bit Adam, whose kernels need real values:
-    see `trainer_kit.memory.costs`). Every storage is tracked from its allocation to its release. The state that the
+    see `COSTS`). Every storage is tracked from its allocation to its release. The state that the
     optimizer allocates in its first step counts from the start. A GPU is estimated without one, see
     `trainer_kit.memory.cuda`. With `torch_compile` the estimate is that of eager mode.
 

@@ -48,7 +48,7 @@ def measure(
     allocator's peak (torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on a GPU). The third tracks every
     storage, for the components. Only the second includes the operators' internal memory, which counts as temporary. On
     a GPU, memory that libraries keep between steps counts as runtime, and so does the CUDA context where NVML reports
-    it (see `Strategy.memory`).
+    it (see `Strategy.device_info`).
 
     Args:
         model: Model with its weights; it stays unchanged.

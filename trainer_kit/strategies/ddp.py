@@ -52,13 +52,13 @@ class DDP(SingleDevice, Regroupable):
         find_unused_parameters: Whether each backward pass searches for parameters that the loss does not use, which
             costs time.
         static_graph: Whether each step runs the same graph, see torch's DistributedDataParallel.
-        bucket_cap_mb: Size of a gradient bucket in MiB; None: torch's default. The buckets are the same in every step,
-            see `FixedBuckets`.
+        bucket_cap_mb: Size of a gradient bucket in MiB; None: torch's default. The buckets are the same in every step.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy of all gradients.
         ddp_timeout: Seconds after which a collective fails because a process has not joined it.
         gradient_compression: "bf16" sends gradients in bfloat16; "no" sends them in their own dtype.
-        comm_hook: Name of a communication hook of torch, name of the hook that wraps it, and options of its state, see
-            `comm_hooks.register`; None: none.
+        comm_hook: Communication hook of torch, as three values: "fp16", "bf16" or "power_sgd"; the dtype of what
+            PowerSGD sends ("fp16", "bf16", or "no" for the gradients' own); and arguments of torch's `PowerSGDState`.
+            None: no hook.
         sync_batch_norm: Whether batch norms compute statistics over all processes (NVIDIA GPUs only).
         heartbeat_timeout: Seconds after which a process that does not answer counts as lost; None: 30, or 12 where the
             launcher goes on without lost machines.

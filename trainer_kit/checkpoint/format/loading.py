@@ -55,7 +55,7 @@ def load_checkpoint_in_model(
         device_map: Target of a move after loading: a device, or devices by name of a module or parameter, where the
             longest name decides and `""` is the whole model. A model on several devices needs hooks that move its
             activations, such as accelerate's `dispatch_model`. None: no move.
-        strict: Whether a name is an error that only the model or only the files have.
+        strict: Whether a name that only the model or only the files have is an error.
         stem: Prefix of the names of the files in a folder.
 
     Raises:
