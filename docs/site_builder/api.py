@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_origin
 
 from site_builder.tables import first_sentence
 from trainer_kit import Accelerator, Callback, Precision, Strategy, Trainer, TrainingArguments
@@ -138,6 +139,24 @@ def made_values() -> dict[str, str]:
     return made
 
 
+def plain_hints() -> dict[str, dict[str, str]]:
+    """Return the types that annotated names of fields stand for, as code by name, for each module of a dataclass."""
+    made: dict[str, dict[str, str]] = {}
+    for value in (entry.value for entry in entries().values() if dataclasses.is_dataclass(entry.value)):
+        named = {
+            name: each for name, each in vars(sys.modules[value.__module__]).items() if get_origin(each) is Annotated
+        }
+        hints = {name: inspect.formatannotation(each.__origin__) for name, each in named.items()}
+        made[value.__module__] = {name: hint.replace("typing.", "") for name, hint in hints.items()}
+    return {module: hints for module, hints in made.items() if hints}
+
+
+def values_of_enums() -> dict[str, list[str]]:
+    """Return the values of public enumerations, by their path in the source."""
+    kinds = [entry.value for entry in entries().values() if isinstance(entry.value, enum.EnumMeta)]
+    return {f"{kind.__module__}.{kind.__qualname__}": [str(each.value) for each in kind] for kind in kinds if len(kind)}
+
+
 def names_of_modules() -> list[str]:
     """Return the paths of public names that modules have too: the source shows the module under such a path."""
     return [path for path in entries() if path in sys.modules]
@@ -188,7 +207,14 @@ def inherited_members(value: Any) -> list[str]:
         return []
     shown = {id(entry.value) for entry in entries().values()}
     hidden = [base for base in value.__mro__[1:] if base.__module__.startswith("trainer_kit") and id(base) not in shown]
-    return sorted({name for base in hidden for name in vars(base) if not name.startswith("_")} - {*vars(value)})
+    names = {name for base in hidden for name in vars(base) if not name.startswith("_")} - {*vars(value)}
+    return sorted(name for name in names if _has_text(inspect.getattr_static(value, name)))
+
+
+def _has_text(member: object) -> bool:
+    """Return whether a member has a docstring; the one of a plain attribute stands in the source alone."""
+    kinds = (property, classmethod, staticmethod)
+    return bool(member.__doc__) if inspect.isfunction(member) or isinstance(member, kinds) else True
 
 
 def listing(page: str) -> str:

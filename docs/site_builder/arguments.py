@@ -89,5 +89,7 @@ def _kinds(hint: Any) -> list[str]:
         return [", ".join(map(code, map(repr, get_args(hint))))]
     if origin in (Union, types.UnionType):
         return [kind for member in get_args(hint) for kind in _kinds(member)]
+    if origin is dict:
+        return ["a dict by name"]
     names = {type(None): "None", str: "a text", bool: "`True`, `False`", int: "a whole number", float: "a number"}
     return [names.get(hint) or code(inspect.formatannotation(hint))]

@@ -83,6 +83,7 @@ def settings(language: str, pages: Mapping[str, set[PurePosixPath]]) -> dict[str
         toc["permalink_title"] = toc["permalink_title"][language]
     facts = {
         "defaults": api.made_defaults(), "functions": api.names_of_modules(), "values": api.made_values(),
+        "hints": api.plain_hints(), "enums": api.values_of_enums(),
     }  # fmt: skip
     python = next(each["mkdocstrings"] for each in made["plugins"] if "mkdocstrings" in each)["handlers"]["python"]
     python["options"]["extensions"] = ["dataclasses", {str(_HERE / "griffe_extension.py"): facts}]

@@ -50,12 +50,12 @@ _STATES = {
 
 def checkpoint_format() -> str:
     """Return the fields of `manifest.json`, the files of `state/`, and the fields of `state/trainer.json`."""
-    meanings = sections(Manifest)["attributes"]
+    meanings = {name: text.replace("None", "null") for name, text in sections(Manifest)["attributes"].items()}
     manifest = [[code(field.name), meanings[field.name]] for field in dataclasses.fields(Manifest)]
     manifest.append([code("checksum"), "Checksum of the other fields, as JSON with sorted keys and no spaces."])
     states = [[code(f"{STATE_FOLDER}/{name}.json"), _STATES[name]] for name in OWN_STATES]
-    entry = ", ".join(code(field.name) for field in dataclasses.fields(FileEntry))
-    counters = sections(TrainState)["attributes"]
+    entry = " and ".join(code(field.name) for field in dataclasses.fields(FileEntry))
+    counters = {name: text.replace("None", "null") for name, text in sections(TrainState)["attributes"].items()}
     return (
         f"## manifest.json\n\n{table(['field', 'meaning'], manifest)}\n\n"
         f"Each file has {entry}: {(FileEntry.__doc__ or '').strip()}\n\n"

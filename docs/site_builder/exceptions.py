@@ -25,7 +25,8 @@ def exceptions() -> str:
         f"{first_sentence(kind)}"
         for depth, kind in tree()
     )
-    short = ", ".join(f"`{name}`" for name in trainer_kit.__all__ if _is_error(getattr(trainer_kit, name)))
+    *names, last = (f"`{name}`" for name in trainer_kit.__all__ if _is_error(getattr(trainer_kit, name)))
+    short = f"{', '.join(names)} and {last}"
     return (
         f"{lines}\n\nThey are in `trainer_kit.errors`; {short} can be imported from `trainer_kit` too.\n\n"
         f"{api.listing('exceptions')}"

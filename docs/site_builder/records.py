@@ -17,6 +17,10 @@ from trainer_kit.profiling.memberships import MembershipEntry
 _FIELDS = re.compile(r"^- (`[^\n]+?`) \(([^)]+)\): (.+(?:\n  .+)*)", re.MULTILINE)
 
 
+_WHERE = {"SlowProcesses": "In records of several processes, at least 100 steps apart"}
+"""Where the fields of a callback are, if not in each record."""
+
+
 class Field(NamedTuple):
     """A field of a record: its names, its unit and its meaning."""
 
@@ -37,11 +41,8 @@ def sources() -> Iterator[tuple[str, str, list[Field]]]:
     for name in callbacks.__all__:
         if found := fields(getattr(callbacks, name)):
             link = f"[`{name}`](callbacks.md#trainer_kit.callbacks.{name})"
-            yield (
-                f"By {name}",
-                f"In each record and in the metrics of the whole training, by {link}.",
-                found,
-            )
+            where = _WHERE.get(name, "In each record and in the metrics of the whole training")
+            yield f"By {name}", f"{where}, by {link}.", found
     yield (
         "Evaluations and predictions",
         '`PREFIX` is "eval" for evaluations and "test" for predictions, and with a dict of datasets "eval_" and the '

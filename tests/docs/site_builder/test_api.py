@@ -40,6 +40,8 @@ def test_a_thing_with_two_names_is_shown_once() -> None:
 def test_members_of_bases_without_an_entry_are_shown_with_the_class() -> None:
     assert "backward" in api.inherited_members(trainer_kit.Accelerator)
     assert api.inherited_members(trainer_kit.DDP) == []  # those of Strategy have their own entry
+    assert api.inherited_members(trainer_kit.FSDP) == []  # those of a protocol have no text of their own
+    assert api.inherited_members(callbacks.Deterministic) == []
 
 
 def test_what_comes_first_is_what_the_page_is_about() -> None:
