@@ -15,8 +15,7 @@ T = TypeVar("T")
 
 
 class ProcessOperations(ProcessFacts):
-    """Collective operations of this process with the others.
-    """
+    """Collective operations of this process with the others."""
 
     debug: bool = False
     """Whether shapes are compared before each operation."""
