@@ -11,8 +11,6 @@ from site_builder.tables import code, table
 from trainer_kit.cli.main import COMMANDS, EXIT_CODES, make_parser
 from trainer_kit.launch.config import default_path
 
-_COLUMNS = 76  # between the margin and the button that copies
-
 
 class Command(NamedTuple):
     """A command or an action of one.
@@ -67,15 +65,8 @@ def _section(command: Command) -> str:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Return the usage in lines that fit the page, with each option in one piece."""
-    text = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    lines = [""]
-    for word in re.findall(r"\[[^\[\]]*(?:\[[^\]]*\][^\]]*)?\]|\S+", text):
-        if len(lines[-1]) + len(word) < _COLUMNS:
-            lines[-1] += f" {word}" if lines[-1] else word
-        else:
-            lines.append(f"    {word}")
-    return "\n".join(lines)
+    """Return the usage on one line, which the page wraps: the parser's lines depend on the width of a terminal."""
+    return " ".join(parser.format_usage().removeprefix("usage: ").split())
 
 
 def _description(command: Command) -> str:

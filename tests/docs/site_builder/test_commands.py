@@ -53,15 +53,10 @@ def test_each_exit_code_has_a_meaning() -> None:
         assert page.count(f"| [`{name}`](command-line.md#{name}) |") == len(command.EXIT_CODES)
 
 
-def test_the_lines_of_a_usage_fit_the_page_and_split_no_option() -> None:
+def test_the_usage_stands_on_one_line() -> None:
     usages = re.findall(r"```text\n(.*?)\n```", command_line(), re.DOTALL)
     assert len(usages) == len([*commands()])
-    lines = [line for usage in usages for line in usage.split("\n")]
-    assert [line for line in lines if len(line) > 78 or line.count("[") != line.count("]")] == []
-    [estimate] = [usage for usage in usages if usage.startswith("trainer-kit estimate")]
-    assert estimate.count("\n    [--") > 2
-    [report] = [usage for usage in usages if usage.startswith("trainer-kit report")]
-    assert "[--compare OTHER [OTHER ...]]" in report
+    assert [usage for usage in usages if "\n" in usage or "  " in usage] == []
 
 
 def test_options_name_their_default() -> None:
