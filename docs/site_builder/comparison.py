@@ -23,15 +23,15 @@ _MASKED = {
         r"(?s:(?<=sampled text\n------------\n).*?(?=\n------------\n))|(?<=continues 'A class definition':\n).+"
     ),
     "BEST": re.compile(r"(?<=best is checkpoint-)\d+|(?<=checkpoint-)\d+(?=[^\n]*, the best\b)"),
-    "BUILD": re.compile(r"(?<=torch )[\d.]+\+\w+"),
     "NEWEST": re.compile(r"(?<=newest checkpoint: step )\d+"),  # written in the background while the run is killed
 }
-"""What differs from run to run: times, dates, rates and sizes; checksums; torch's build; text sampled from a model, in
-which rounding can change a token and all after it, or decide between two evaluations; what a race decides."""
+"""What differs from run to run: times, dates, rates and sizes; checksums; text sampled from a model, in which rounding
+can change a token and all after it, or decide between two evaluations; what a race decides."""
 
 _ACTIVITY = re.compile(r"^[\w/]+ +[\d.]+ s +[\d.]+%$\n?", re.MULTILINE)
 """A row of the time by activity; which are long enough to be shown, and their order, differs."""
 
+_BUILD = re.compile(r"(?<=torch )(\d[\d.]*)\+\w+")
 _EXTREME = re.compile(r"\b((?:least|greatest|best) \S+ at step) [\d,]+")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 _LABEL = re.compile(r'<svg [^>]*role="img" aria-label="([^"]*)"')
@@ -55,7 +55,7 @@ def _words(text: str) -> list[str]:
     if labels := _LABEL.findall(text):
         # Where a noisy curve has its extremes depends on rounding.
         text = _EXTREME.sub(r"\1", "\n".join(map(html.unescape, labels)))
-    text = _ACTIVITY.sub("", text)
+    text = _BUILD.sub(r"\1", _ACTIVITY.sub("", text))
     for name, pattern in _MASKED.items():
         text = pattern.sub(name, text)
     return re.sub(r"TIME(?:,?\s+TIME)+", "TIME", text).split()  # "9.1 s" is one time, and so is "1 min 5 s"

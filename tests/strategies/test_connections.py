@@ -54,17 +54,20 @@ def test_one_that_has_ended_is_noticed(end: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = Connections()
         with connections.opened(except_port=0):
-            own = [socket.create_connection(server.getsockname()) for _ in range(2)]
+            own = socket.create_connection(server.getsockname())
+        lasting = connections.copy()
+        with connections.opened(except_port=0):
+            later = socket.create_connection(server.getsockname())
         others = [server.accept()[0] for _ in range(2)]
-        own.pop(0).close()  # long ago
-        open_ones = connections.open_ones()
-        others[1].sendall(b"x")
-        assert len(open_ones) == 1
-        assert not connections.have_ended(open_ones)
+        others[0].sendall(b"x")
+        assert not connections.any_has_ended()
+        later.close()
+        assert connections.any_has_ended()
+        assert not lasting.any_has_ended()
         if end == "replaced":
-            os.dup2(others[0].fileno(), own[0].fileno())
+            os.dup2(others[1].fileno(), own.fileno())
         else:
-            (own[0] if end == "own" else others[1]).close()
-        assert connections.have_ended(open_ones)
-        for each in (*own, *others):
+            (own if end == "own" else others[0]).close()
+        assert lasting.any_has_ended()
+        for each in (own, later, *others):
             each.close()

@@ -66,6 +66,33 @@ def test_no_scope_is_opened_and_no_bit_changes(name: str, follows: bool, scopes:
     assert repr(states[0]) == repr(states[1])
 
 
+class Looks(torch.optim.SGD):
+    """Notes whether gradients are computed in its step, which may raise an error."""
+
+    seen: list[bool]
+
+    def _init_group(self, *args: Any) -> Any:
+        self.seen.append(torch.is_grad_enabled())
+        if len(self.seen) == 2:
+            raise KeyError("a bad state")
+        return super()._init_group(*args)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_are_computed_as_the_optimizer_says(differentiable: bool, before: bool) -> None:
+    parameters, _ = made()
+    optimizer = Looks([each.detach() for each in parameters], lr=0.1, differentiable=differentiable)
+    optimizer.seen = []
+    with torch.set_grad_enabled(before):
+        take_step(optimizer)
+        assert torch.is_grad_enabled() == before
+        with pytest.raises(KeyError, match="a bad state"):
+            take_step(optimizer)
+        assert torch.is_grad_enabled() == before
+    assert optimizer.seen == [differentiable] * 2
+
+
 def test_hooks_are_called(scopes: list[str]) -> None:
     _, optimizer = made()
     heard: list[str] = []

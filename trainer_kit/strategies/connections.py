@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 _FOLDER = "/proc/self/fd"
 
@@ -36,19 +36,20 @@ class Connections:
     def __len__(self) -> int:
         return len(self._sockets)
 
-    def open_ones(self) -> dict[int, str]:
-        """Return those that are open on this end, for `have_ended`."""
-        return {number: name for number, name in self._sockets.items() if _name(number) == name}
-
-    @staticmethod
-    def have_ended(open_ones: Mapping[int, str]) -> bool:
-        """Return whether a connection has been closed since `open_ones` returned it, here or on its other end."""
-        if any(_name(number) != name for number, name in open_ones.items()):
+    def any_has_ended(self) -> bool:
+        """Return whether a connection has been closed, here or on its other end."""
+        if any(_name(number) != name for number, name in self._sockets.items()):
             return True
         ends = select.poll()
-        for number in open_ones:
+        for number in self._sockets:
             ends.register(number, select.POLLRDHUP)
         return bool(ends.poll(0))
+
+    def copy(self) -> Connections:
+        """Return the connections of today, to which later ones are not added."""
+        copied = Connections()
+        copied._sockets = dict(self._sockets)
+        return copied
 
     def break_off(self) -> None:
         """Shut the connections down, so that what waits here and on their other ends fails at once."""

@@ -52,6 +52,7 @@ class Membership:
         timeout: Seconds after which a collective fails.
 
     Attributes:
+        lasting_connections: Those that stay open as long as all processes are there; votes and copies open others.
         current: The membership of this process; None before the rendezvous and after leaving.
     """
 
@@ -65,6 +66,7 @@ class Membership:
         self._has_warned = False
         self.owns_group = owns_group
         self.connections = connections
+        self.lasting_connections = connections.copy()
         self._place = place
         self._at_exit = multiprocessing.util.Finalize(None, Membership.leave, exitpriority=9)
 
@@ -276,22 +278,22 @@ class ProcessGroup:
         """Return a check for work without collectives, to be called often, where a lost process raises at once.
 
         Raises:
-            LostProcessError: By the check, if another process has left since the call of `watch` or does not answer.
+            LostProcessError: By the check, if another process has ended or does not answer.
         """
-        membership = self._membership
+        membership, due = self._membership, 0.0
         if membership is None or not self.goes_on:
             return lambda: None
-        open_ones, due = membership.connections.open_ones(), 0.0
 
         def check() -> None:
             nonlocal due
             if (now := time.monotonic()) < due:
                 return
             due = now + _LOOK_SECONDS
-            lost = [each.text for each in membership.heartbeat.peers.problems()]
-            if lost or Connections.have_ended(open_ones):
-                error = ConnectionError("; ".join(lost) or "closed by its other end")
-                raise LostProcessError(membership.heartbeat.give_up(error))
+            heartbeat = membership.heartbeat
+            lost = [problem for problem in heartbeat.peers.problems() if problem.kind == "lost"]
+            if lost or membership.lasting_connections.any_has_ended():
+                closed = ConnectionError("closed by its other end")
+                raise LostProcessError(heartbeat.give_up(closed, lost, sys._getframe(1)))
 
         return check
 

@@ -82,7 +82,7 @@ def _drop_stand_in() -> None:
 
 
 class _CompilerImport(importlib.abc.MetaPathFinder):
-    """Finds no module; gives torch back as it was when the compiler is imported.
+    """Finds no module; gives torch back as it was when the compiler is imported, or looked for.
 
     Attributes:
         functions: Those that stand for their own version.

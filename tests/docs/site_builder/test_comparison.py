@@ -29,6 +29,7 @@ SAMPLED = "sampled text\n------------\n{}\n------------\nperplexity 581.6"
         ("model continues 'A class definition':\na b\nend", "model continues 'A class definition':\na c d\nend"),
         ("newest checkpoint: step 15", "newest checkpoint: step 10"),
         ("1 process, torch 2.13.0+cpu, saved", "1 process, torch 2.13.0+cu130, saved"),
+        ("1 process, torch 2.13.0+cpu, saved", "1 process, torch 2.13.0, saved"),
         ("the best is checkpoint-266", "the best is checkpoint-342"),
         (
             "checkpoint-266  1 s  valid, the best (accuracy 0.995)",

@@ -11,7 +11,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -189,16 +190,18 @@ class Heartbeat:
             self._failed_in = None
             self.urgent = False
 
-    def give_up(self, error: BaseException) -> str:
+    def give_up(self, error: BaseException, problems: Sequence[Problem] = (), frame: FrameType | None = None) -> str:
         """Return where a collective of this process failed, without a search for the cause; ends nothing from then on.
 
         Args:
             error: The error that the collective raised.
+            problems: What is known of the cause.
+            frame: Where this process noticed it; None: in the collective.
         """
         self._excused = self._follows = True
         if self._runs_here():
-            self._where = locate(sys._getframe(), error, hidden=__file__)
-        return self._sentence([], error)
+            self._where = locate(frame or sys._getframe(), error, hidden=__file__)
+        return self._sentence([*problems], error)
 
     def send(self, key: str, text: str) -> bool:
         """Send a message to the process that receives `key`; any thread may call it.
