@@ -99,12 +99,12 @@ def test_replicas_do_without(tmp_path: Path) -> None:
 
 def test_the_compiler_finds_torch_as_it_was(tmp_path: Path) -> None:
     code = """
-    from trainer_kit.utils.late_compiler import postpone_compiler
+    from trainer_kit.utils.late_compiler import call_as_is
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     versions = lambda: [vars(getattr(Optimizer, name).__wrapped__).get("__dynamo_disable") for name in names]
     assert versions() == [None] * 4
-    postpone_compiler()
-    postpone_compiler()
+    from trainer_kit import Trainer
+    call_as_is(*(getattr(Optimizer, name) for name in names))
     assert versions() == [getattr(Optimizer, name).__wrapped__ for name in names]
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,7 +127,7 @@ def test_the_compiler_finds_torch_as_it_was(tmp_path: Path) -> None:
     used = versions()
     assert used[0] is used[3] is None
     assert all(torch._dynamo.is_dynamo_supported() and hasattr(each, "_torchdynamo_disable") for each in used[1:3])
-    postpone_compiler()  # too late
+    call_as_is(*(getattr(Optimizer, name) for name in names))  # too late
     assert versions() == used
     """
     run(code, tmp_path)

@@ -25,7 +25,6 @@ from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.strategies.session import Session
 from trainer_kit.strategies.sharding import Sharding
 from trainer_kit.utils import optimizer_state
-from trainer_kit.utils.late_compiler import postpone_compiler
 from trainer_kit.utils.packed_layers import keep_unpacked
 from trainer_kit.utils.pytree import move
 from trainer_kit.utils.rng import seed_generators
@@ -66,7 +65,6 @@ class Strategy:
     channels_last: bool = False
 
     def __init__(self, precision: Precision | None = None) -> None:
-        postpone_compiler()
         self.precision = precision
         self.shapes = ShapeLedger(padded=self.static_shapes)
         self.device_info = DeviceInfo(self.device)

@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from trainer_kit.utils.late_compiler import call_as_is
+
 _GLOBAL_HOOKS = [
     getattr(torch_optimizer, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 ]
@@ -63,3 +65,5 @@ def _code_around(wrap: Any) -> Any:
 
 _HOOKED_CODE = _code_around(getattr(Optimizer, "profile_hook_step", None)) or object()
 _MARKED_CODE = _code_around(getattr(torch_optimizer, "_use_grad_for_differentiable", None)) or object()
+
+call_as_is(Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict)

@@ -17,19 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 _COMPILER = "torch._dynamo"
 _VERSION = "__dynamo_disable"
 """Attribute of a function in which torch keeps its version for the compiler."""
 
 _KEPT_FROM_COMPILER = torch._compile._disable_dynamo(lambda: None).__code__
-
-
-def postpone_compiler() -> None:
-    """Create and use optimizers without an import of the compiler, until something else imports it."""
-    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    call_as_is(*(getattr(Optimizer, name) for name in names))
 
 
 def call_as_is(*wrapped: Callable[..., Any]) -> None:
