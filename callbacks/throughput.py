@@ -121,6 +121,10 @@ class Throughput(Callback):
         self._seconds, self._recorded = self._measure(run)
         self._since = self._recorded
 
+    def on_regroup(self, run: Run) -> None:
+        # Some processes may have given their metrics of this step, which is collective, and others not.
+        self._recorded = self._since = self._measure(run)[1]
+
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._operations.stop()
 

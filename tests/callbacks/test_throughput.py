@@ -261,6 +261,35 @@ def test_going_back_begins_a_new_measure(
     assert "seconds/lost" not in figures
 
 
+@pytest.mark.parametrize("has_given", [False, True], ids=["lost before its metrics", "lost after them"])
+def test_after_a_regroup_all_processes_give_their_metrics_in_the_same_steps(
+    make: Callable[..., Run],
+    times: Times,
+    step: Step,
+    monkeypatch: pytest.MonkeyPatch,
+    callback: Throughput,
+    has_given: bool,
+) -> None:
+    """They sum their operations, so that one that did it alone would wait, or read what others mean otherwise."""
+    run, asked = make(), list[Any]()
+    monkeypatch.setattr(run.strategy.collectives, "all_reduce_ints", lambda numbers: asked.append(numbers) or numbers)
+    callback.on_train_begin(run)
+    for _ in range(2):
+        step(run, callback)
+    if has_given:
+        callback.metrics(run)
+    asked.clear()
+    times.spend(regroup=3.0)
+    callback.on_regroup(run)
+    assert callback.metrics(run) == {}
+    assert not asked
+    step(run, callback)
+    figures = callback.metrics(run)
+    assert len(asked) == 1
+    assert figures["steps_per_second"] == pytest.approx(0.5)
+    assert figures["seconds/regroup"] == pytest.approx(3.0)
+
+
 def test_no_step_no_rates(make: Callable[..., Run], callback: Throughput) -> None:
     run = make()
     assert callback.metrics(run) == {}

@@ -22,19 +22,21 @@ _COMPILER = "torch._dynamo"
 _VERSION = "__dynamo_disable"
 """Attribute of a function in which torch keeps its version for the compiler."""
 
-_KEPT_FROM_COMPILER = torch._compile._disable_dynamo(lambda: None).__code__
+_keep_from_compiler = getattr(torch, "_disable_dynamo", None)  # private: another release may lack it
+_CODE_OF_KEPT = None if _keep_from_compiler is None else _keep_from_compiler(lambda: None).__code__
 
 
-def call_as_is(*wrapped: Callable[..., Any]) -> None:
+def call_as_is(*wrapped: Callable[..., Any] | None) -> None:
     """Let functions that torch keeps from its compiler run without it, until it is imported.
 
     Args:
-        wrapped: Functions decorated by `torch._disable_dynamo`, and maybe by others on top; others are left alone.
+        wrapped: Functions decorated by `torch._disable_dynamo`, and maybe by others on top; others, and None, are left
+            alone.
     """
-    if _COMPILER in sys.modules:
+    if _COMPILER in sys.modules or _CODE_OF_KEPT is None:
         return
-    for each in wrapped:
-        kept = inspect.unwrap(each, stop=lambda layer: getattr(layer, "__code__", None) is _KEPT_FROM_COMPILER)
+    for each in filter(None, wrapped):
+        kept = inspect.unwrap(each, stop=lambda layer: getattr(layer, "__code__", None) is _CODE_OF_KEPT)
         function = getattr(kept, "__wrapped__", None)
         if function is not None and not hasattr(function, _VERSION):
             setattr(function, _VERSION, function)
@@ -49,7 +51,7 @@ def ddp_without_compiler() -> Iterator[None]:
 
     Only who has imported the compiler can have set that.
     """
-    if _COMPILER in sys.modules:
+    if _COMPILER in sys.modules or _CODE_OF_KEPT is None:
         yield
         return
     call_as_is()
