@@ -50,12 +50,12 @@ _STATES = {
 
 def checkpoint_format() -> str:
     """Return the fields of `manifest.json`, the files of `state/`, and the fields of `state/trainer.json`."""
-    meanings = {name: text.replace("None", "null") for name, text in sections(Manifest)["attributes"].items()}
+    meanings = _meanings(Manifest)
     manifest = [[code(field.name), meanings[field.name]] for field in dataclasses.fields(Manifest)]
     manifest.append([code("checksum"), "Checksum of the other fields, as JSON with sorted keys and no spaces."])
     states = [[code(f"{STATE_FOLDER}/{name}.json"), _STATES[name]] for name in OWN_STATES]
     entry = " and ".join(code(field.name) for field in dataclasses.fields(FileEntry))
-    counters = {name: text.replace("None", "null") for name, text in sections(TrainState)["attributes"].items()}
+    counters = _meanings(TrainState)
     return (
         f"## manifest.json\n\n{table(['field', 'meaning'], manifest)}\n\n"
         f"Each file has {entry}: {(FileEntry.__doc__ or '').strip()}\n\n"
@@ -74,3 +74,8 @@ def _fields(rules: Mapping[str, trainer_state.Rule], meanings: Mapping[str, str]
         [code(name), allowed.replace("least ", "least&nbsp;"), meanings[name]] for name, (_, allowed) in rules.items()
     ]
     return table(["field", "value", "meaning"], rows)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return the meanings of a class's attributes as those of its JSON."""
+    return {name: text.replace("None", "null") for name, text in sections(kind)["attributes"].items()}

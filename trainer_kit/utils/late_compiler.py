@@ -41,8 +41,6 @@ def call_as_is(*wrapped: Callable[..., Any] | None) -> None:
         if function is not None and not hasattr(function, _VERSION):
             setattr(function, _VERSION, function)
             _watch.functions.append(function)
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
 
 
 @contextlib.contextmanager
@@ -54,7 +52,6 @@ def ddp_without_compiler() -> Iterator[None]:
     if _COMPILER in sys.modules or _CODE_OF_KEPT is None:
         yield
         return
-    call_as_is()
     torch._dynamo = _DefaultSettings()  # type: ignore[assignment]
     try:
         yield
@@ -94,3 +91,4 @@ class _CompilerImport(importlib.abc.MetaPathFinder):
 
 
 _watch = _CompilerImport()
+sys.meta_path.insert(0, _watch)
