@@ -23,6 +23,7 @@ MEANINGS = {
         "TRAINER_KIT_ELASTIC": '"1": machines may be lost and come; the launcher sets it with `--num-nodes MIN:MAX`.',
         "TRAINER_KIT_MEMBERSHIP": "ID of such a run, and the number of its machines' membership; the launcher sets it.",
         "TRAINER_KIT_REGROUP_FOLDER": "Folder in which a process asks for a new place; the launcher sets it.",
+        "TRAINER_KIT_NEWCOMER": "1 in a process that will join a run that is under way; the launcher sets it.",
         "TRAINER_KIT_PROGRESS_FILE": "File for the step of the newest checkpoint; the launcher sets it.",
         "OMP_NUM_THREADS": "Threads of each process; if unset, launchers divide the processors among processes.",
         "XDG_CONFIG_HOME": "Folder that holds `trainer_kit/default_config.yaml`; `~/.config` if unset.",

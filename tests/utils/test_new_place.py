@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from trainer_kit.utils import new_place
-from trainer_kit.utils.new_place import ask_for_place, clear, give_place, waiting
+from trainer_kit.utils.new_place import (
+    are_joining,
+    ask_for_place,
+    clear,
+    give_place,
+    open_for,
+    set_joining,
+    set_open,
+    waiting,
+)
 
 
 @pytest.mark.parametrize("answer", [{"RANK": "1"}, None], ids=["a place", "none"])
@@ -35,3 +44,18 @@ def test_a_process_without_its_launcher_ends(tmp_path: Path, monkeypatch: pytest
     parents = iter([17, 17, 1])
     monkeypatch.setattr(new_place.os, "getppid", lambda: next(parents))
     assert ask_for_place(tmp_path, 0, "run/1", lambda: False) is None
+
+
+def test_newcomers_join_an_open_training(tmp_path: Path) -> None:
+    assert open_for(tmp_path) is None
+    assert not are_joining(tmp_path)
+    for forget in (lambda: set_open(tmp_path, None), lambda: clear(tmp_path)):
+        set_open(tmp_path, "a1b2")
+        assert open_for(tmp_path) == "a1b2"
+        forget()
+        assert open_for(tmp_path) is None
+    for forget in (lambda: set_joining(tmp_path, False), lambda: clear(tmp_path)):
+        set_joining(tmp_path, True)
+        assert are_joining(tmp_path)
+        forget()
+        assert not are_joining(tmp_path)

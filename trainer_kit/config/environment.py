@@ -35,6 +35,7 @@ PROGRESS_FILE = "TRAINER_KIT_PROGRESS_FILE"
 ELASTIC = "TRAINER_KIT_ELASTIC"
 MEMBERSHIP = "TRAINER_KIT_MEMBERSHIP"
 REGROUP_FOLDER = "TRAINER_KIT_REGROUP_FOLDER"
+NEWCOMER = "TRAINER_KIT_NEWCOMER"
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 DEBUG = ("TRAINER_KIT_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -420,7 +421,16 @@ def membership() -> MembershipPlace | None:
 
 def take_place(variables: Mapping[str, str]) -> None:
     """Set the variables of a new place of this process, which the launcher has given."""
+    os.environ.pop(NEWCOMER, None)
     os.environ.update(variables)
+
+
+def is_newcomer() -> bool:
+    """Return whether this process prepares its training alone, to join the others of a run that is under way.
+
+    Until it has its place, `place` returns the one that it can expect.
+    """
+    return os.environ.get(NEWCOMER) == "1"
 
 
 def regroup_folder() -> str | None:

@@ -1,7 +1,11 @@
-"""The files by which a process that lost others of its run asks its launcher for a new place in the run.
+"""The files by which a process asks its launcher for a place in the run, after a loss of others or as a newcomer.
 
 The process writes `waits-N`, with N its number on the machine and the membership that it has left as content. The
 launcher answers by `place-N`: the variables of the new place, or nothing if new processes take over.
+
+A newcomer gives `new/` and a digest of its training instead of a membership. It can join only the training with the
+same digest, which the main process of the run writes to `open` while processes can join. When some are ready, the
+launcher of the main process creates `joins`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+NEW = "new/"
+"""What the words of a newcomer begin with, instead of a membership."""
+
 _LOOK_SECONDS = 0.02
+_OPEN, _JOINS = "open", "joins"
 
 
 def ask_for_place(folder: Path, number: int, membership: str, is_stopped: Callable[[], bool]) -> dict[str, str] | None:
@@ -21,7 +29,7 @@ def ask_for_place(folder: Path, number: int, membership: str, is_stopped: Callab
     Args:
         folder: The folder that the launcher names.
         number: Number of this process on its machine.
-        membership: The membership that it has left.
+        membership: The membership that it has left, or a newcomer's words.
         is_stopped: Returns whether to stop waiting.
 
     Returns:
@@ -59,8 +67,37 @@ def give_place(folder: Path, number: int, variables: Mapping[str, str] | None) -
 
 def clear(folder: Path) -> None:
     """Forget the processes that have waited and ended."""
-    for path in (*folder.glob("waits-*"), *folder.glob("place-*")):
+    for path in (*folder.glob("waits-*"), *folder.glob("place-*"), folder / _OPEN, folder / _JOINS):
         path.unlink(missing_ok=True)
+
+
+def set_open(folder: Path, digest: str | None) -> None:
+    """Say that processes with the same digest of their training can join this one; None: no longer."""
+    if digest is None:
+        (folder / _OPEN).unlink(missing_ok=True)
+    else:
+        _write(folder / _OPEN, digest)
+
+
+def open_for(folder: Path) -> str | None:
+    """Return the digest of the training that processes can join; None if they cannot."""
+    try:
+        return (folder / _OPEN).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def set_joining(folder: Path, is_joining: bool) -> None:
+    """Say whether newcomers are ready to join."""
+    if is_joining:
+        (folder / _JOINS).touch()
+    else:
+        (folder / _JOINS).unlink(missing_ok=True)
+
+
+def are_joining(folder: Path) -> bool:
+    """Return whether newcomers are ready to join."""
+    return (folder / _JOINS).exists()
 
 
 def _write(path: Path, text: str) -> None:
