@@ -50,7 +50,6 @@ _DEVICES_OF_CHIP = {
 # Supported values of PJRT_DEVICE; other devices have a better strategy (CUDA) or are untested.
 XLA_DEVICE_TYPES = ("TPU", "CPU")
 
-
 ONE_TPU_CHIP = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 """Variables that restrict a process to the first TPU chip of its machine."""
 
@@ -426,10 +425,7 @@ def take_place(variables: Mapping[str, str]) -> None:
 
 
 def is_newcomer() -> bool:
-    """Return whether this process prepares its training alone, to join the others of a run that is under way.
-
-    Until it has its place, `place` returns the one that it can expect.
-    """
+    """Return whether this process prepares a training alone, to join it on others; `place` is what it can expect."""
     return os.environ.get(NEWCOMER) == "1"
 
 
