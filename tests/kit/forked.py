@@ -13,6 +13,7 @@ import pytest
 from trainer_kit.tools.verify.child import main
 from trainer_kit.tools.verify.recorder import RecordedStart
 from trainer_kit.tools.verify.verification import Result, Verification
+from trainer_kit.utils.thread_pool import renew_thread_pool
 
 # For all tests, since there is one server.
 _IMPORTED = [
@@ -65,5 +66,6 @@ def _run(start: str, words: list[str], log: str) -> None:
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    renew_thread_pool()
     sys.argv = ["start", start, *words]
     main()

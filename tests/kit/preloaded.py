@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from kit.forked import fork_server
 from trainer_kit.launch.script import main as run_as_rank
 from trainer_kit.launch.script import run_as_main
+from trainer_kit.utils.thread_pool import renew_thread_pool
 
 _RANK = ["-m", "trainer_kit.launch.script"]
 
@@ -129,6 +130,7 @@ def _run_rank(words: list[str], env: dict[str, str], stdout: int, stderr: int, d
 def become(env: dict[str, str], stdout: int, stderr: int) -> None:
     """Give this process what a new one has of its own; -1 stands for the output of the process that starts it."""
     os.setsid()
+    renew_thread_pool()
     for number, file in ((1, stdout), (2, stderr)):
         if file != -1:
             os.dup2(file, number)

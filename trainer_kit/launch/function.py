@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.config import environment
 from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
-from trainer_kit.strategies.xla.model import renew_threads
 from trainer_kit.utils.streams import guard_standard_streams
+from trainer_kit.utils.thread_pool import renew_thread_pool
 
 # A forked process must not keep its parent's handlers.
 _SIGNALS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGUSR1": signal.SIG_DFL}
@@ -69,8 +68,7 @@ class Function:
         if hasattr(os, "setsid"):
             os.setsid()
         guard_standard_streams()
-        if environment.use_tpu():
-            renew_threads()
+        renew_thread_pool()
 
     def _called(self) -> Any:
         try:

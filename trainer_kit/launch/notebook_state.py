@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from trainer_kit.launch.processes import set_variables
-from trainer_kit.strategies.xla.model import renew_threads
 from trainer_kit.strategies.xla.strategy import import_torch_xla
+from trainer_kit.utils.thread_pool import renew_thread_pool
 from trainer_kit.utils.units import format_duration, join_names
 
 # Calls of torch.cuda that do not touch the driver, and of torch_xla that do not start its runtime.
@@ -224,7 +224,7 @@ def _try_devices(devices: Sequence[str], answer: Connection) -> None:
     try:
         if "xla" in devices:
             importlib.import_module("torch_xla")
-            renew_threads()
+        renew_thread_pool()
         for device in devices:
             tensor = torch.ones(1, device=device, requires_grad=True)
             tensor.sum().backward()

@@ -1,4 +1,4 @@
-"""Preparation of a model and its process for XLA: tied parameters, dtypes, traced masks and threads."""
+"""Preparation of a model for XLA: dtypes and traced masks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,3 @@ def let_transformers_trace() -> None:
 
     is_tracing.of_xla = True  # type: ignore[attr-defined]
     masking.is_tracing = is_tracing
-
-
-def renew_threads() -> None:
-    """Create torch's thread pool, which a forked process would do at first use.
-
-    XLA's backward threads would create it at the same time, which crashes the process.
-    """
-    torch.set_num_threads(torch.get_num_threads())

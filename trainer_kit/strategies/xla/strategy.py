@@ -27,11 +27,11 @@ from trainer_kit.strategies.xla.model import (
     DOWNCAST,
     downcast_module,
     let_transformers_trace,
-    renew_threads,
 )
 from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
 from trainer_kit.strategies.xla.session import XLASession
 from trainer_kit.utils.pytree import map_tensors, move, tensors
+from trainer_kit.utils.thread_pool import renew_thread_pool
 from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
 from trainer_kit.utils.units import format_count
 from trainer_kit.utils.user_warnings import warn
@@ -105,7 +105,7 @@ class XLA(Strategy):
                 fit the devices.
         """
         environment.check_drives_machine_alone()
-        renew_threads()
+        renew_thread_pool()
         named = environment.pjrt_device()
         torch_xla = import_torch_xla()
         runtime = _module("torch_xla.runtime")
