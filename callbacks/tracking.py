@@ -103,7 +103,8 @@ class Tracking(Callback):
                 self._start_one(run, tracker)
             return self._runs
 
-        self._runs = dict(run.strategy.collectives.on_main(start))  # any process may become the main one
+        started = run.strategy.collectives.on_main(start)  # any process may become the main one
+        self._runs = dict(started or {})  # None before this process joins the others
 
     def _start_one(self, run: Run, tracker: Any) -> None:
         name = tracker_name(tracker)

@@ -124,6 +124,7 @@ class Requests:
         copy: Copy the state to the memory of peers, see `PeerCopies`; not while a checkpoint is written.
         stop: End the training.
         written: A checkpoint is written or has failed. The thread that writes checkpoints sets it.
+        join: Let the processes of other machines join, which are ready. The launcher makes the request.
         exit_code: Exit code with which `train()` leaves the process after a signal (Ctrl-C, preemption). A checkpoint
             is saved first, unless `args.save_strategy` is "no". None: no signal.
         reason: Why the run stops, for the log and the report.
@@ -137,6 +138,7 @@ class Requests:
     copy: bool = False
     stop: bool = False
     written: bool = False
+    join: bool = False
     exit_code: int | None = None
     reason: str | None = None
     signal: int | None = None

@@ -35,6 +35,7 @@ from trainer_kit.run import Run, TrainOutput
 from trainer_kit.state import IntervalMeans, Requests, TrainState
 from trainer_kit.strategies.activation_checkpointing import restore_modules
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.regroup import refuse_to_join
 from trainer_kit.strategies.select import choose_strategy
 from trainer_kit.utils.overrides import (
     check_attribute,
@@ -274,6 +275,8 @@ class Trainer:
         return self._probe
 
     def _evaluation(self, to_train: bool = False) -> EvaluationLoop:
+        if not to_train:
+            refuse_to_join()
         probe = self._probe or self._prepare()
         if self._initial.is_late and not to_train:  # a training may have been refused before it loaded the weights
             self._initial.load()
@@ -341,8 +344,7 @@ class Trainer:
         """
         from trainer_kit.memory.advice import advise_run  # slow to import
 
-        reading = make_reading(self.args, self.run.strategy, self.collate)
-        first = first_batch(self.run, reading)
+        first = first_batch(self.run, make_reading(self.args, self.run.strategy, self.collate))
         return advise_run(self.run, first.batch, first.samples, self.compute_loss, self.optimizer, device_memory)
 
     def plan(

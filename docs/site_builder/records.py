@@ -11,7 +11,7 @@ from site_builder.tables import code, table
 from trainer_kit import callbacks
 from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loop.step_metrics import StepMetrics
-from trainer_kit.loop.training_loop import TrainingLoop
+from trainer_kit.loop.summary import summarize
 from trainer_kit.profiling.memberships import MembershipEntry
 
 _FIELDS = re.compile(r"^- (`[^\n]+?`) \(([^)]+)\): (.+(?:\n  .+)*)", re.MULTILINE)
@@ -56,7 +56,7 @@ def sources() -> Iterator[tuple[str, str, list[Field]]]:
         fields(MembershipEntry),
     )
     whole = "In `train().metrics` and for `on_train_end`, in addition to the callbacks' fields."
-    yield "The whole training", whole, fields(TrainingLoop._summary)
+    yield "The whole training", whole, fields(summarize)
 
 
 def records() -> str:

@@ -35,7 +35,7 @@ class Reduced(Collectives):
 
 
 ARGS = TrainingArguments()
-FLAGS = ("log", "evaluate", "save", "copy", "stop", "written")
+FLAGS = ("log", "evaluate", "save", "copy", "stop", "written", "join")
 
 
 def test_a_lone_process_reduces_only_requests() -> None:

@@ -5,22 +5,26 @@ No process is lost here, and no launcher deals the places: see tests/scenarios/t
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.ranks import free_port, try_on_ranks
+from kit.ranks import free_port, on_ranks, try_on_ranks
 from scenarios import task
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import EMA, read_log
 from trainer_kit.checkpoint.healing import heal
+from trainer_kit.config import environment
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop import regrouping
 from trainer_kit.strategies.ddp import DDP
+from trainer_kit.utils.new_place import NEW, open_for, set_joining
 
 BREAK = 5
 """The step that is taken when the connections break."""
@@ -167,3 +171,93 @@ def test_what_breaks_again_without_a_loss_is_no_loss(tmp_path: Path) -> None:
     first, second = try_train(tmp_path / "run", "behind", "net", True)
     assert isinstance(second.error, LostProcessError)
     assert isinstance(first.error, LostProcessError)
+
+
+JOINED = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
+STAYED = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+class LetsJoin(Callback):
+    """Says after a step that newcomers are ready, as a launcher does."""
+
+    def __init__(self, folder: str, is_first: bool) -> None:
+        self.folder, self.is_first = Path(folder), is_first
+        self.joined_at = -1
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == BREAK and self.is_first and self.joined_at < 0:
+            deadline = time.monotonic() + 60
+            while not (self.folder / "words").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert (self.folder / "words").read_text() == NEW + str(open_for(self.folder))
+            set_joining(self.folder, True)
+
+    def on_regroup(self, run: Run) -> None:
+        self.joined_at = run.state.step
+
+
+def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int, int, dict[str, Any]]:
+    """Return a checksum of the state in the end, the step of the join, the last one and facts of the process."""
+    is_newcomer = os.environ["RANK"] == "2" and stops_at is None
+
+    def place(folder: Path, number: int, words: str, is_stopped: Any) -> dict[str, str]:
+        if is_newcomer:
+            assert not environment.membership()
+            (folder / "words").write_text(words)
+        else:
+            set_joining(folder, False)
+        known = {"TORCHELASTIC_RESTART_COUNT": "1", "TRAINER_KIT_MEMBERSHIP": "run/2/1/0", "WORLD_SIZE": "3"}
+        return known | {"LOCAL_WORLD_SIZE": "3"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        variables = {
+            "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINER_KIT_ELASTIC": "1",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TRAINER_KIT_REGROUP_FOLDER": folder,
+        } | ({"TRAINER_KIT_NEWCOMER": "1"} if is_newcomer else {"TRAINER_KIT_MEMBERSHIP": "run/1/0/0"})  # fmt: skip
+        if stops_at is None:
+            variables |= JOINED if is_newcomer else STAYED
+        elif stops_at < 0:
+            variables |= {"TORCHELASTIC_RESTART_COUNT": "1", "TRAINER_KIT_MEMBERSHIP": "run/2/1/0"}
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        patch.setattr(regrouping, "ask_for_place", place)
+        joins = LetsJoin(folder, is_first=stops_at is None and os.environ["RANK"] == "0")
+        ends = [task.StopAt(stops_at)] if stops_at is not None and stops_at > 0 else []
+        trainer = task.make_trainer(
+            Path(folder) / "run", joins, *ends, strategy=DDP(device="cpu"), async_save=False, on_resize="keep",
+        )  # fmt: skip
+        output = trainer.train(resume_from_checkpoint=stops_at is not None and stops_at < 0)
+        run = trainer.run
+        (averages,) = (each.state_dict() for each in trainer.events.callbacks if isinstance(each, EMA))
+        assert run.optimizer is not None
+        place_of_rate = run.lr_scheduler.state_dict()["last_epoch"]
+        state = task.checksum(run.model.state_dict(), run.optimizer.state_dict(), averages, place_of_rate)
+        losses = (run.state.loss_sum, run.state.loss_steps)
+        facts = {"losses": losses, "is_main": run.strategy.is_main, "id": trainer._loop.checkpoints.run_id}  # type: ignore[union-attr]
+        facts["entries"] = [(each.processes, each.in_process) for each in run.ledger.memberships.entries]
+        return state, joins.joined_at, output.global_step, facts
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_process_joins_with_the_bits_of_a_resume(tmp_path: Path) -> None:
+    """A run of 2 processes that a third one joins ends as one that stops at that step and resumes on 3."""
+    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    (tmp_path / "run").mkdir()
+    joined = on_ranks(3, join, str(tmp_path), store.port)
+    at = joined[0][1]
+    assert BREAK <= at <= BREAK + 1
+    assert {each[:3] for each in joined} == {(joined[0][0], at, 12)}
+    assert [each[3].pop("is_main") for each in joined] == [True, False, False]
+    assert joined[1][3] == joined[2][3] == joined[0][3]
+    assert joined[0][3]["entries"] == [(2, False), (3, True)]
+
+    (tmp_path / "resumed" / "run").mkdir(parents=True)
+    folder = str(tmp_path / "resumed")
+    for processes, stop in ((2, at), (3, -1)):
+        store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+        resumed = on_ranks(processes, join, folder, store.port, stop)
+    assert resumed[0][2] == 12
+    assert resumed[0][0] == joined[0][0]
+    assert resumed[0][3]["losses"] == joined[0][3]["losses"]

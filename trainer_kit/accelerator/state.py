@@ -12,6 +12,7 @@ from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.config import environment
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.strategies.regroup import refuse_to_join
 from trainer_kit.strategies.select import choose_strategy
 
 __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized", "share"]
@@ -34,6 +35,7 @@ class PartialState(ProcessOperations):
         self.__dict__ = self._shared_state
         self.__dict__.setdefault("debug", environment.debug())
         if "strategy" not in self.__dict__:
+            refuse_to_join()
             self.strategy = choose_strategy(TrainingArguments(use_cpu=cpu or environment.use_cpu()))
             self.strategy.setup()
 
@@ -213,6 +215,7 @@ def is_initialized() -> bool:
 
 def share(strategy: Strategy, flow: AccumulationState) -> None:
     """Make the strategy and the position of an Accelerator those of this process's states."""
+    refuse_to_join()
     shared = PartialState._shared_state
     shared.setdefault("debug", environment.debug())
     shared.pop("_kind", None)

@@ -1,4 +1,4 @@
-"""`heal`: gives all processes of a run the newest state that one of them has, after a loss of others."""
+"""`heal`: gives all processes of a run the newest state that one of them has, after others were lost or joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Progress(NamedTuple):
     """How far a process has come.
 
     Attributes:
-        step: Its step.
+        step: Its step; -1 before it has joined the run.
         served: Number of requests that it has served in this training.
         is_whole: Whether its state is that of a moment between two steps.
     """
@@ -30,11 +30,13 @@ class Healed(NamedTuple):
     Attributes:
         progress: How far all processes are now.
         taken: Whether this process has taken the state of another one.
+        joined: Whether any process had no state of the run yet.
         extra: What that process has given in addition; its own otherwise.
     """
 
     progress: Progress
     taken: bool
+    joined: bool
     extra: Any
 
 
@@ -48,7 +50,7 @@ def heal(
     """Give all processes the newest whole state. Collective.
 
     Only the processes that are behind take another state, if they can that of the main process, which alone may know
-    what to write. It is what a checkpoint holds, but for the ledger, which each process keeps.
+    what to write. It is what a checkpoint holds; the ledger is taken only by a process that joins the run.
 
     Args:
         checkpoints: The checkpoint manager of the training.
@@ -67,10 +69,10 @@ def heal(
     if not whole:
         raise LostProcessError("the other process was lost while weights changed, so that no process has a whole state")
     source = max(whole, key=lambda rank: (places[rank].step, rank == 0, places[rank].served))
-    newest = places[source]
+    newest, joined = places[source], any(each.step < 0 for each in places)
     is_behind = [each != newest for each in places]
     if not any(is_behind):
-        return Healed(newest, False, extra)
+        return Healed(newest, False, joined, extra)
     given = (_states(checkpoints), extra) if collectives.rank == source else None
     received = collectives.broadcast(given, source)
     assert received is not None
@@ -79,9 +81,11 @@ def heal(
         on_taking()
     group.share_model(run.model, source)
     if not is_behind[collectives.rank]:
-        return Healed(newest, False, extra)
+        return Healed(newest, False, joined, extra)
     _take(checkpoints, states)
-    return Healed(newest, True, others)
+    if own.step < 0:
+        run.ledger.join(states["ledger"])
+    return Healed(newest, True, joined, others)
 
 
 def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
@@ -102,6 +106,6 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.events.load_state_dict(states["callbacks"])
     run.means.load_state_dict(states["log_means"])
     checkpoints.data_state, checkpoints.metric = states["data"], states["metric"]
-    checkpoints.shifts_labels = states["trainer"]["shifts_labels"]
+    checkpoints.shifts_labels, checkpoints.run_id = states["trainer"]["shifts_labels"], states["trainer"]["run_id"]
     for name, entry in run.stateful.items():
         entry.load_state_dict(states[name])

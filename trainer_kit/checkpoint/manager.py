@@ -204,9 +204,9 @@ class CheckpointManager:
         self._plan = make_plan(run, loader, self._earlier)
         run.total_steps = self._plan.last_step
 
-    def lay_out_again(self, loader: TrainLoader | StreamLoader) -> None:
-        """Go on with another number of processes at the present step, as a resume does, and log what changes."""
-        self._earlier = (self.plan.state_dict(), self.run.args.to_dict())
+    def lay_out_again(self, loader: TrainLoader | StreamLoader, plan: Mapping[str, Any]) -> None:
+        """Go on with a plan and another number of processes, as a resume does, and log what changes."""
+        self._earlier = (plan, self.run.args.to_dict())
         self.lay_out(loader)
         report_changes(self.run, self.plan, self._earlier)
 
@@ -238,6 +238,8 @@ class CheckpointManager:
         self.run_id = run.strategy.collectives.broadcast(self.run_id)  # any process may become the main one
         if self.copier is not None:
             self.copier.open()
+        if environment.is_newcomer():  # the folder belongs to those that it joins
+            return
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)

@@ -20,7 +20,8 @@ from trainer_kit.run import Run
 from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote
 
-_FLAGS = ("log", "evaluate", "save", "copy", "stop", "written")
+_FLAGS = ("log", "evaluate", "save", "copy", "stop", "written", "join")
+_LEAVES, _IS_DUE, _HERE, _COUNTS = 7, 8, slice(9, 13), slice(13, None)  # places of the other numbers of a vote
 _TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
@@ -104,12 +105,12 @@ class RankSync:
         Returns:
             Whether any request is pending.
         """
-        asked, pending = self.run.requests, self.pending
+        asked, known = self.run.requests, self.pending
         # Without `_is_any`: a call is a share of the cost of the smallest step.
-        asks = asked.log or asked.evaluate or asked.save or asked.copy or asked.stop or asked.written
+        asks = asked.log or asked.evaluate or asked.save or asked.copy or asked.stop or asked.written or asked.join
         if self.run.strategy.collectives.is_alone and not asks and asked.exit_code is None:
             self.all_have_read = window is not None
-            return pending.log or pending.evaluate or pending.save or pending.copy or pending.stop or pending.written
+            return known.log or known.evaluate or known.save or known.copy or known.stop or known.written or known.join
         self.begin(window, self.run.state.step + 1)
         return self._read()
 
@@ -152,21 +153,22 @@ class RankSync:
         sums = self._vote.wait_for_sums()
         seconds = time.perf_counter() - begin
         self.ballot = None
-        self.votes_ahead = self._is_ahead and not sums[7]
-        self.all_have_read = sums[8] == collectives.world_size
+        self.votes_ahead = self._is_ahead and not sums[_IS_DUE]
+        present = sums[_HERE]
+        self.all_have_read = present[0] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, sums[8:12], collectives.world_size)
+            self.disagreement = _disagreement(here, present, collectives.world_size)
         if collectives.world_size > 1:
             if not run.strategy.static_shapes:  # else the sums are those of the device, which has more to do
                 run.ledger.slowest += seconds
-            self._set_counts(window, sums[12:])
-        if not any(sums[:7]):
+            self._set_counts(window, sums[_COUNTS])
+        if not any(sums[: _LEAVES + 1]):
             return _is_any(pending)
         for name, asking in zip(_FLAGS, sums, strict=False):
             if asking:
                 setattr(pending, name, True)
-        if sums[6]:
-            codes = collectives.gather_object(run.requests.exit_code if flags[6] else None)
+        if sums[_LEAVES]:
+            codes = collectives.gather_object(run.requests.exit_code if flags[_LEAVES] else None)
             pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
@@ -207,7 +209,7 @@ class RankSync:
 
 def _is_any(requests: Requests) -> bool:
     each = requests
-    return each.log or each.evaluate or each.save or each.copy or each.stop or each.written
+    return each.log or each.evaluate or each.save or each.copy or each.stop or each.written or each.join
 
 
 def _clear(asked: Requests, flags: Sequence[bool]) -> None:
@@ -246,8 +248,12 @@ def check_same_start(run: Run) -> None:
     Raises:
         ValueError: If they differ; the message names the first process and the first difference.
     """
-    if run.strategy.collectives.is_alone:
-        return
+    if not run.strategy.collectives.is_alone:
+        run.strategy.collectives.check_same_on_all_ranks(start_facts(run))
+
+
+def start_facts(run: Run) -> dict[str, Any]:
+    """Return what must be the same on all processes of a run, by name."""
     facts: dict[str, Any] = {"the version of Python": platform.python_version()}
     facts |= {f"the version of {name}": _version(name) for name in _PACKAGES}
     facts["the script"] = _script()
@@ -257,7 +263,7 @@ def check_same_start(run: Run) -> None:
     for role in ("train_dataset", "eval_dataset"):
         dataset = getattr(run, role)
         facts[f"the length of {role}"] = data_length(dataset)
-    run.strategy.collectives.check_same_on_all_ranks(facts)
+    return facts
 
 
 def _version(package: str) -> str | None:

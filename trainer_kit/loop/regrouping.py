@@ -1,17 +1,22 @@
-"""`Regrouping`: a training that goes on in its processes after others were lost."""
+"""`Regrouping`: a training that goes on in its processes when others are lost or join."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed
-from trainer_kit.checkpoint.healing import Progress, heal
+from trainer_kit.checkpoint.base_weights import refer_to_base
+from trainer_kit.checkpoint.healing import Healed, Progress, heal
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.checkpoint.takeover import take_over
 from trainer_kit.config import environment
@@ -21,10 +26,11 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import note_regroup
+from trainer_kit.loop.rank_sync import start_facts
 from trainer_kit.loss.loss import Loss
 from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
-from trainer_kit.utils.new_place import ask_for_place
+from trainer_kit.utils.new_place import NEW, are_joining, ask_for_place, set_open
 from trainer_kit.utils.schedule_free import set_training
 from trainer_kit.utils.units import format_duration, pluralize
 
@@ -33,8 +39,17 @@ logger = logging.getLogger("trainer_kit")
 _ATTEMPTS = 3
 
 
+_numbers = itertools.count(1)  # of the trainings of this program
+
+
+class NewcomersReadyError(Exception):
+    """Others are ready to join: all processes leave their group between two steps, and meet again with them."""
+
+
 class Regrouping:
-    """Leaves a broken process group, meets the processes that are left, and gives all of them the newest state.
+    """Leaves a process group, meets the processes of the next one, and gives all of them the newest state.
+
+    That happens after a loss of other processes, and when those of other machines join.
 
     Args:
         checkpoints: The checkpoint manager of the training.
@@ -45,6 +60,7 @@ class Regrouping:
 
     Attributes:
         is_whole: Whether the state of this process is that of a moment between two steps.
+        is_newcomer: Whether this process has prepared the training alone, and has not joined the others yet.
         served: Number of requests that this process has served.
         has_own_scheduler: The argument of the same name.
     """
@@ -60,8 +76,12 @@ class Regrouping:
         self.run = checkpoints.run
         self.events: CallbackList = checkpoints.events
         self.checkpoints = checkpoints
-        self.is_whole = True
+        self.is_newcomer = environment.is_newcomer()
+        self.is_whole = not self.is_newcomer
         self.served = 0
+        self._number = next(_numbers)
+        self._folder = Path(environment.regroup_folder() or "")
+        self._is_open = False
         self._reading = reading
         self._loader = loader
         self._loss = loss
@@ -70,73 +90,110 @@ class Regrouping:
 
     @property
     def is_possible(self) -> bool:
-        """Whether this training can go on without the processes that it loses."""
+        """Whether this training can go on when processes are lost or join."""
         # A sampler or an iterable dataset would have to return to an earlier position.
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
         return self.run.strategy.regroupable is not None and can_be_placed
 
-    def go_on(self, lost: LostProcessError, step_begun: int | None) -> TrainLoader | StreamLoader:
-        """Regroup after a loss; return the loader of the batches to come. Collective among those that are left.
+    @contextlib.contextmanager
+    def expected(self, group: Regroupable | None) -> Iterator[None]:
+        """Enclose steps in which processes may be lost and others may join; None: they cannot."""
+        if group is None:
+            yield
+            return
+        group.expect_regroup(True)
+        self._is_open = self.run.strategy.is_main
+        if self._is_open:
+            set_open(self._folder, self._digest(group))
+        try:
+            yield
+        finally:
+            group.expect_regroup(False)
+            if self._is_open:
+                set_open(self._folder, None)
+            self._is_open = False
+
+    def look_for_newcomers(self) -> None:
+        """Make the request that they join, if the launcher says that some are ready."""
+        if self._is_open and are_joining(self._folder):
+            self.run.requests.join = True
+
+    def go_on(self, end: LostProcessError | NewcomersReadyError, step_begun: int | None) -> TrainLoader | StreamLoader:
+        """Regroup; return the loader of the batches to come. Collective among those that go on.
 
         Args:
-            lost: What a collective has raised.
+            end: What ended the membership: a loss that a collective has raised, or newcomers.
             step_begun: Number of the step that was begun and not ended; None between two steps.
 
         Raises:
             LostProcessError: If new processes have to resume from a checkpoint.
         """
         run, group = self.run, self.run.strategy.regroupable
-        if group is None or not self.is_possible or self._vain_at == run.state.step:
-            raise lost
+        is_vain = isinstance(end, LostProcessError) and self._vain_at == run.state.step
+        if not self.is_newcomer and (group is None or not self.is_possible or is_vain):
+            raise end
         begin = since = time.perf_counter()
         processes = run.strategy.world_size
         run.ledger.enter(REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):
-            _forget_frames(lost)
-            self._meet(group, lost)
+            _forget_frames(end)
+            group = self._meet(group, end)
             try:
                 self._take_over()
-                loader = self._set_up(group)
-                self._finish_save(committed, was_saving)
+                is_first, healed = self.is_newcomer, self._heal(group)
+                loader = self._set_up(healed)
+                self._finish_save(None if is_first else committed, was_saving)
                 committed, was_saving = list(self.checkpoints.saver.committed), False
                 again = int(step_begun is not None and run.state.step < step_begun)
-                note_regroup(run, str(lost), time.perf_counter() - since, again)
+                cause = str(end) if isinstance(end, LostProcessError) else ""
+                pause = run.strategy.collectives.broadcast(time.perf_counter() - since)  # a newcomer has waited longer
+                note_regroup(run, cause, pause, again)
                 since, step_begun = time.perf_counter(), None
                 self.events.call("on_regroup", run)
                 break
             except LostProcessError as error:  # one more
-                lost = error
+                end = error
                 if attempt == _ATTEMPTS:
                     raise
         left, seconds = run.strategy.world_size, time.perf_counter() - begin
-        self._vain_at = run.state.step if left == processes else None
+        self._vain_at = run.state.step if left == processes and isinstance(end, LostProcessError) else None
         logger.info(
             "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
-            run.state.step, format_duration(seconds), lost,
+            run.state.step, format_duration(seconds), end,
         )  # fmt: skip
         run.ledger.enter("loop")
         return loader
 
-    def _meet(self, group: Regroupable, lost: LostProcessError) -> None:
+    def _meet(self, group: Regroupable | None, end: LostProcessError | NewcomersReadyError) -> Regroupable:
         """Leave the others, and join those of the next membership."""
-        run, membership, folder = self.run, environment.membership(), environment.regroup_folder()
-        assert membership is not None
-        assert folder is not None
-        group.leave_group()
-        self.checkpoints.saver.drain(after_loss=True)
-        if self.checkpoints.copier is not None:
-            self.checkpoints.copier.drain()
-        place = ask_for_place(
-            Path(folder),
-            run.strategy.collectives.local_rank,
-            f"{membership.run}/{membership.number}",
-            lambda: run.requests.exit_code is not None,
-        )
+        run, membership = self.run, environment.membership()
+        words = NEW
+        if environment.is_newcomer():
+            words += self._digest(group) if group is not None and self.is_possible else ""
+        else:
+            assert group is not None
+            assert membership is not None
+            words = f"{membership.run}/{membership.number}"
+            group.leave_group()
+            self.checkpoints.saver.drain(after_loss=True)
+            if self.checkpoints.copier is not None:
+                self.checkpoints.copier.drain()
+        number, requests = run.strategy.collectives.local_rank, run.requests
+        place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None)
         if place is None:
-            raise lost
+            raise end if isinstance(end, LostProcessError) else LostProcessError("new processes go on with the run")
+        assert group is not None, "the launcher gives a place only to those that can join"
         environment.take_place(place)
         group.join_group()
+        return group
+
+    def _digest(self, group: Regroupable) -> str:
+        """Return a digest of what must be the same in processes that train together."""
+        run = self.run
+        assert run.optimizer is not None
+        facts = [*start_facts(run).items(), *group.facts(run.model, run.optimizer).items()]
+        return xxhash.xxh3_128_hexdigest(repr((self._number, facts)).encode())
 
     def _take_over(self) -> None:
         """Claim the folder for the new membership, and let its main process take the place of a lost one."""
@@ -148,19 +205,27 @@ class Regrouping:
                 checkpoints.folder,
             )
 
-    def _set_up(self, group: Regroupable) -> TrainLoader | StreamLoader:
+    def _heal(self, group: Regroupable) -> Healed:
+        run, checkpoints = self.run, self.checkpoints
+        own = Progress(-1 if self.is_newcomer else run.state.step, self.served, self.is_whole)
+        group.restore_buffers()
+        extra = self._requests(), checkpoints.plan.state_dict()
+        healed = heal(checkpoints, group, own, extra, self._begin_to_change)
+        self.served, self.is_whole, self.is_newcomer = healed.progress.served, True, False
+        return healed
+
+    def _set_up(self, healed: Healed) -> TrainLoader | StreamLoader:
         """Set the training up again, as a resume does, with the state of the processes instead of a checkpoint's."""
         run, checkpoints = self.run, self.checkpoints
-        own = Progress(run.state.step, self.served, self.is_whole)
-        group.restore_buffers()
-        healed = heal(checkpoints, group, own, self._requests(), self._begin_to_change)
-        self.served, self.is_whole = healed.progress.served, True
+        requests, plan = healed.extra
         if healed.taken:
-            run.requests.log, run.requests.evaluate, save, stop = healed.extra
+            run.requests.log, run.requests.evaluate, save, stop = requests
             run.requests.save, run.requests.stop = run.requests.save or save, run.requests.stop or stop
+        if healed.joined:
+            checkpoints.saver.base = refer_to_base(run)
         run.model.zero_grad()
-        loader = self._loader = make_train_loader(run, self._reading, saved=checkpoints.plan.state_dict())
-        checkpoints.lay_out_again(loader)
+        loader = self._loader = make_train_loader(run, self._reading, saved=plan)
+        checkpoints.lay_out_again(loader, plan)
         if not (self.has_own_scheduler or isinstance(run.lr_scheduler, ReduceLROnPlateau)):
             run.lr_scheduler = make_run_scheduler(run, checkpoints.plan)
         checkpoints.shifts_labels = self._loss.agree(run.strategy.collectives)  # the probe may have been cut short
@@ -174,11 +239,11 @@ class Regrouping:
         requests = self.run.requests
         return requests.log, requests.evaluate, requests.save, requests.stop
 
-    def _finish_save(self, before: list[Committed], was_saving: bool) -> None:
+    def _finish_save(self, before: list[Committed] | None, was_saving: bool) -> None:
         """Tell all processes what became of the save that was under way, and prepare the next one. Collective.
 
         Args:
-            before: The checkpoints that this process knew before the loss.
+            before: The checkpoints that this process knew before; None for one that has just joined.
             was_saving: Whether a save was under way in this process.
         """
         run, checkpoints, saver = self.run, self.checkpoints, self.checkpoints.saver
@@ -187,7 +252,8 @@ class Regrouping:
         saver.writers.ranks = session.find_writers(checkpoints.folder)
         if saver.newest is not None and saver.committed != before:
             session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
-            self.events.call("on_save", run, saver.newest)
+            if before is not None:
+                self.events.call("on_save", run, saver.newest)
         elif was_saving or (saver.newest is None and before):  # the last main process had a disk of its own
             run.requests.save = True
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,8 +21,9 @@ from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
-from trainer_kit.loop.regrouping import Regrouping
+from trainer_kit.loop.regrouping import NewcomersReadyError, Regrouping
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
+from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loss.means import without_metrics
 from trainer_kit.run import TrainOutput
@@ -75,7 +75,7 @@ class TrainingLoop:
         self._regrouping = regrouping
         self._schedule = EventSchedule(self.args)
         self._metrics = StepMetrics(self.run)
-        self._first_step, self._first_sample, self._begin = 0, 0, 0.0
+        self._beginning = Beginning(self.run)
         self._is_stopping = False
         self._has_checked_space = False
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
@@ -92,8 +92,7 @@ class TrainingLoop:
         """Call `on_train_begin` and start the clock."""
         note_start(self.run)
         self.events.call("on_train_begin", self.run)
-        self._first_step, self._first_sample = self.run.state.step, self.run.state.samples
-        self._begin = time.perf_counter()
+        self._beginning = Beginning(self.run)
         self.run.ledger.enter("loop")
 
     def take_steps(self) -> None:
@@ -104,38 +103,43 @@ class TrainingLoop:
                 there is no checkpoint or no rollback left.
             LostProcessError: If another process was lost, and this one cannot go on without it.
         """
-        run, state, call = self.run, self.run.state, self.events.call
+        run, state = self.run, self.run.state
         starts = state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
+        end: LostProcessError | NewcomersReadyError | None = None
+        if self._regrouping.is_newcomer:
+            end = NewcomersReadyError("this process joins the others")
         while True:
-            lost, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
-            if group is not None:
-                group.expect_regroup(True)
+            if end is not None:  # here the frames are left that hold the last group
+                self._regroup(end)
+            end, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
             self._step.group = group
             try:
-                self._sync.open(self.events.may_request_late)
-                # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
-                if self._sync.sync():
-                    self._handle_requests()
-                in_epoch = False
-                while state.step < run.total_steps and not self._is_stopping:
-                    if not in_epoch:
-                        call("on_epoch_begin", run)
-                        self._step.prefetch()
-                    global_batch = self._step.run()
-                    in_epoch = not global_batch.closes_epoch
-                    self._end_step(global_batch)
-                self._read_metrics()
+                with self._regrouping.expected(group):
+                    self._go_to_last_step()
                 return
             except NonFiniteError as error:
                 self._roll_back(error)
-            except LostProcessError as error:
-                lost = error
-            finally:
-                if group is not None:
-                    group.expect_regroup(False)
-            if lost is not None:  # here the frames are left that hold the broken group
-                self._regroup(lost)
+            except (LostProcessError, NewcomersReadyError) as error:
+                end = error
+
+    def _go_to_last_step(self) -> None:
+        run, state = self.run, self.run.state
+        self._sync.open(self.events.may_request_late)
+        # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
+        if self._sync.sync():
+            self._handle_requests()
+        in_epoch = False
+        while state.step < run.total_steps and not self._is_stopping:
+            if self._sync.pending.join:
+                self._let_others_join()
+            if not in_epoch:
+                self.events.call("on_epoch_begin", run)
+                self._step.prefetch()
+            global_batch = self._step.run()
+            in_epoch = not global_batch.closes_epoch
+            self._end_step(global_batch)
+        self._read_metrics()
 
     def finish(self) -> TrainOutput:
         """Summarize the training, serve the remaining requests, and wait for the last checkpoint.
@@ -147,9 +151,10 @@ class TrainingLoop:
             SaveError: If the last checkpoint could not be written.
         """
         run, sync, saver = self.run, self._sync, self.checkpoints.saver
-        seconds = time.perf_counter() - self._begin
+        seconds = self._beginning.seconds()
         self._finish_save()  # on_save comes before the final metrics
-        output = self._summary(seconds)
+        self._read_metrics()
+        output = summarize(run, self.events, self._beginning, seconds)
         closing = closing_line(run) if self.exit_code is None else None
         self.events.call("on_train_end", run, output.metrics if self.exit_code is None else None)
         sync.sync()
@@ -208,6 +213,7 @@ class TrainingLoop:
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
         requests, schedule, step = run.requests, self._schedule, run.state.step
+        self._regrouping.look_for_newcomers()
         requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
         requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
         if global_batch.closes_epoch:
@@ -270,8 +276,19 @@ class TrainingLoop:
             self.events.call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
 
-    def _regroup(self, lost: LostProcessError) -> None:
-        """Go on after a loss of other processes with those that are left."""
+    def _let_others_join(self) -> None:
+        """End this membership between two steps, unless a save or a copy is under way, for one with newcomers."""
+        copier = self.checkpoints.copier
+        if self.checkpoints.saver.is_busy or (copier is not None and copier.is_busy):
+            return
+        self._read_metrics()  # newcomers have no part of them
+        self._count_served()
+        with contextlib.suppress(LostProcessError):  # another process has left already
+            self.run.strategy.barrier()
+        raise NewcomersReadyError("others are ready to join")
+
+    def _regroup(self, end: LostProcessError | NewcomersReadyError) -> None:
+        """Go on after a loss of other processes with those that are left, or with those that join."""
         run, parts, old = self.run, self._regrouping, self._step
         parts.is_whole = parts.is_whole and not old.has_changed_weights
         step_begun = None
@@ -281,8 +298,11 @@ class TrainingLoop:
         self._sync.hand_back()
         self._sync.close()
         old.close()
-        self.loader = self.crash_dump.loader = parts.go_on(lost, step_begun)
-        self._saved_step = None  # the save may have been given up
+        is_newcomer = parts.is_newcomer
+        self.loader = self.crash_dump.loader = parts.go_on(end, step_begun)
+        if is_newcomer:
+            self._beginning, self._has_checked_space = Beginning(run), True  # the others have checked it
+        self._saved_step = self._records_metric = None  # the save may have been given up; a newcomer does not know it
         unread = self._metrics.drop_losses(self._newest_checkpoint)
         if unread:
             logger.warning(
@@ -343,31 +363,6 @@ class TrainingLoop:
             self.events.call("on_log", self.run, record)
             self._recorded = self.run.state.step
             self._of_callbacks = {name: value for name, value in record.items() if name not in own}
-
-    def _summary(self, seconds: float) -> TrainOutput:
-        """Return the result of the training.
-
-        - `step` (steps): Optimizer steps, those before a resume included.
-        - `epoch` (epochs): Epochs, with the part of an incomplete one.
-        - `train_loss` (as the loss): Mean over all steps.
-        - `train_runtime` (s): Duration of this start.
-        - `train_samples_per_second` (samples/s): Samples of this start, of all processes, by its duration.
-        - `train_steps_per_second` (steps/s): Optimizer steps of this start by its duration.
-        """
-        state = self.run.state
-        self._read_metrics()
-        mean = state.loss_sum / state.loss_steps if state.loss_steps else math.nan
-        metrics = {
-            "step": state.step,
-            "epoch": state.epochs,
-            "train_loss": mean,
-            "train_runtime": seconds,
-            "train_samples_per_second": (state.samples - self._first_sample) / seconds,
-            "train_steps_per_second": (state.step - self._first_step) / seconds,
-        }
-        return TrainOutput(
-            state.step, mean, metrics | self.run.strategy.device_info.memory() | self.events.summary(self.run)
-        )
 
     def _evaluate(self) -> None:
         """Evaluate, and pass the metrics to callbacks, checkpoint manager and schedule."""

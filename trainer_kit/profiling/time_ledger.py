@@ -208,6 +208,19 @@ class Ledger:
         for activity, seconds in own.items():
             self._add(activity, seconds)
 
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Take the ledger of a run that this process joins: its own time so far was not the run's.
+
+        Args:
+            state: Result of `state_dict` in a process of the run.
+        """
+        self.seconds()
+        self._seconds = defaultdict(float, state["seconds"])
+        self._missing = defaultdict(float, state.get("missing", {}))
+        self._settled = dict(self._seconds)
+        self.memberships.go_on(state.get("memberships"), 0, ())
+        self._part, self.idle = self.memberships.part, 0.0
+
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Count all work since a checkpoint as lost, after a rollback to it.
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_kit.config import environment
 from trainer_kit.strategies import comm_hooks
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
-from trainer_kit.strategies.ddp_module import Replica, take_from_main
+from trainer_kit.strategies.ddp_module import Replica, model_facts, take_from_main
 from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
@@ -137,9 +137,11 @@ class DDP(SingleDevice, Regroupable):
             ValueError: If the rendezvous fails: no process answers, a port is in use, or processes are missing.
         """
         super().setup()
-        if not self.group.is_alone and self.group.join(self.device, self._location()):
+        joins = self.group.join(self.device, self._location())
+        if joins or self.group.is_newcomer:
             # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
             multiprocessing.util.Finalize(None, shut_down, exitpriority=10)
+        if joins:
             places = self.collectives.gather_object(self._location())
             check_own_gpus(places)  # also in a group that the program created
             self._report(places)
@@ -172,14 +174,22 @@ class DDP(SingleDevice, Regroupable):
     @property
     def regroupable(self) -> Regroupable | None:
         # NCCL's collectives do not fail when a peer is lost: those processes start again.
-        is_possible = environment.regroup_folder() is not None and self.group.is_own and self.device.type == "cpu"
-        return self if is_possible else None
+        # One that trains alone has lost all others, or will join some.
+        is_own = environment.regroup_folder() is not None and (self.group.is_own or self.group.is_alone)
+        return self if is_own and self.device.type == "cpu" else None
+
+    def facts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+        facts = {f"parameter {place} of group {number}": str(list(parameter.shape))
+                 for number, group in enumerate(optimizer.param_groups)
+                 for place, parameter in enumerate(group["params"])}  # fmt: skip
+        return model_facts(model) | {"optimizer": type(optimizer).__name__} | facts
 
     def expect_regroup(self, is_expected: bool) -> None:
         self.group.goes_on = is_expected
 
     def leave_group(self) -> None:
-        self.group.break_off()
+        if not self.group.is_alone:
+            self.group.break_off()
         synchronized = [reference for replica in self._replicas if (reference := replica.reference()) is not None]
         for replica in self._replicas:
             replica.let_go()
@@ -194,6 +204,7 @@ class DDP(SingleDevice, Regroupable):
         self.group.join_again(place, self.device, self._location())
         self.collectives.take_place()
         for replica in self._replicas:
+            replica.let_go()  # a newcomer has one without exchange
             replica.exchange = self._exchange(replica.module) if self._later and not self.group.is_alone else None
         if not self.group.is_alone:
             self._report(self.collectives.gather_object(self._location()))
@@ -226,7 +237,7 @@ class DDP(SingleDevice, Regroupable):
     # Model and step
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.group.is_newcomer:
             return super().prepare(model)
         if self.sync_batch_norm:
             if self.device.type != "cuda":
@@ -237,8 +248,9 @@ class DDP(SingleDevice, Regroupable):
         model = super().prepare(model)
         replica = Replica(model, self._wrap, self.group.watched, self._exchange(model) if self._later else None)
         self.collectives.check_same_on_all_ranks(replica.facts())
-        with self.group.watched():
-            take_from_main([*model.parameters(), *replica.buffers_to_share()])
+        if not self.group.is_alone:
+            with self.group.watched():
+                take_from_main([*model.parameters(), *replica.buffers_to_share()])
         self._replicas = [each for each in self._replicas if each.module is not model] + [replica]
         return replica
 

@@ -10,6 +10,7 @@ import socket
 
 import psutil
 
+from trainer_kit.config import environment
 from trainer_kit.strategies.ddp import DDP, describe_ranks
 from trainer_kit.strategies.multinode_session import MultiNodeSession
 
@@ -31,15 +32,13 @@ class MultiNode(DDP):
     session: MultiNodeSession
 
     def setup(self) -> None:
-        if (
-            self.group.heartbeat is None
-            and self.group.place.has_several_machines
-            and "GLOO_SOCKET_IFNAME" not in os.environ
-        ):
-            interface = route_to(self.group.place.address)
-            if interface is not None:
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
+        if self.group.heartbeat is None:
+            _choose_interface(self.group.place)
         super().setup()
+
+    def join_group(self) -> None:
+        _choose_interface(environment.place())
+        super().join_group()
 
     def _report(self, places: list[tuple[str, str]]) -> None:
         place, machines = self.group.place, dict[int, list[int]]()
@@ -54,6 +53,15 @@ class MultiNode(DDP):
             for node, ranks in machines.items():
                 lines.append(f"  machine {node}, {hosts[ranks[0]]}: {describe_ranks(places, ranks)}")
             logger.info("\n".join(lines))
+
+
+def _choose_interface(place: environment.Place) -> None:
+    """Let gloo use the network interface that reaches rank 0, unless the user has chosen one."""
+    if not place.has_several_machines or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = route_to(place.address)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def route_to(address: str) -> str | None:

@@ -54,6 +54,10 @@ class ProcessCollectives(Collectives):
     def is_alone(self) -> bool:
         return self.group.is_alone
 
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0 and not self.group.is_newcomer
+
     def describe_rank(self, rank: int) -> str:
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
@@ -150,8 +154,8 @@ class ProcessCollectives(Collectives):
         self.all_reduce_ints([0])
 
     def on_main(self, function: Callable[[], T]) -> T:
-        if self.is_alone:
-            return function()
+        if self.is_alone:  # or a newcomer, for which the main process of the others has done it
+            return function() if self.is_main else cast("T", None)
         outcome: tuple[T | None, BaseException | None] = (None, None)
         if self.is_main:
             try:

@@ -174,11 +174,13 @@ class ProcessGroup:
 
     Attributes:
         goes_on: Whether the caller goes on after a loss, so that nobody waits for an explanation of it.
+        is_newcomer: Whether this process prepares its training alone, until it joins the others.
     """
 
     def __init__(self, place: Place, timeout: float, patience: float) -> None:
         self.goes_on = False
-        self.place = place
+        self.is_newcomer = environment.is_newcomer()
+        self.place = place._replace(rank=0, world_size=1, local_world_size=1) if self.is_newcomer else place
         self.timeout = timeout
         self.patience = patience
         self._membership: Membership | None = None
@@ -246,7 +248,7 @@ class ProcessGroup:
             device: See `join`.
             location: See `join`.
         """
-        self.place, self._membership = place, None
+        self.place, self._membership, self.is_newcomer = place, None, False
         self.join(device, location)
 
     def end_training(self, error: BaseException | None) -> None:

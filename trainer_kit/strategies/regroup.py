@@ -1,14 +1,26 @@
-"""`Regroupable`: what a strategy offers whose processes go on after a loss of others."""
+"""`Regroupable`: what a strategy offers whose processes stay when others are lost or join."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from trainer_kit.config import environment
+from trainer_kit.utils.new_place import NEW, ask_for_place
+
 
 class Regroupable(Protocol):
-    """A strategy each of whose processes has the whole state, so that those that are left can train on."""
+    """A strategy each of whose processes has the whole state, so that those that stay can train on."""
+
+    def facts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+        """Return what must be the same on all processes: tensors by name, and the optimizer's parameters in order.
+
+        Args:
+            model: The user's module, prepared.
+            optimizer: The prepared optimizer.
+        """
 
     def expect_regroup(self, is_expected: bool) -> None:
         """Choose whether a lost process raises at once, without a search for the cause."""
@@ -32,3 +44,14 @@ class Regroupable(Protocol):
             model: The user's module.
             source: Rank of that process.
         """
+
+
+def refuse_to_join() -> None:
+    """In a process that will join others: let new processes take over, since the calls that follow need the others.
+
+    Raises:
+        SystemExit: With code 143, if the launcher has not ended this process first.
+    """
+    if environment.is_newcomer() and (folder := environment.regroup_folder()) is not None:
+        ask_for_place(Path(folder), environment.place().local_rank, NEW, lambda: False)
+        raise SystemExit(143)
