@@ -252,7 +252,7 @@ def test_a_signal_is_passed_on_once(kind: str, number: int, passed_on: str, exit
 
 @pytest.mark.distributed
 def test_ranks_have_the_time_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.agent._END_SECONDS", 0.5)  # what they have after a failure
+    monkeypatch.setattr("trainer_kit.launch.rank_processes._END_SECONDS", 0.5)  # what they have after a failure
     begin = time.monotonic()
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft):
         run(launched.leave, str(tmp_path), 3.0)

@@ -22,21 +22,15 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
-from trainer_kit.launch.failures import LEAVING, Failure, read_failure
-from trainer_kit.launch.function import value_file
+from trainer_kit.launch.failures import Failure
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
+from trainer_kit.launch.rank_processes import RankProcesses
 from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
 from trainer_kit.utils.new_place import clear, give_place, waiting
 
-# The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
-_SETTLE_SECONDS = 1.0
-# … a process may stay alive this long after it has written its error, …
-_HANGING_SECONDS = 3.0
-# … and the others have this long to end after SIGTERM.
-_END_SECONDS = 5
 # When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
 # another program get a signal from each launcher after this time.
 _AGREEING_SECONDS = 10.0
@@ -104,9 +98,7 @@ class Agent(LocalElasticAgent):
 
     def values(self) -> dict[int, Any]:
         """Return the values of the ranks' functions, by global rank."""
-        files = {
-            worker.global_rank: value_file(self._context.error_files[worker.local_rank]) for worker in self.workers
-        }
+        files = {worker.global_rank: self._ranks.value_file(worker.local_rank) for worker in self.workers}
         return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -171,7 +163,7 @@ class Agent(LocalElasticAgent):
         if environment.regroup_folder() is None or self._pcontext is None:
             return False
         left = waiting(self._scratch)
-        codes = self._exit_codes()
+        codes = self._ranks.exit_codes()
         return codes.keys() == left.keys() and not any(code is not None for code in codes.values())
 
     def _regroup(self, worker_group: WorkerGroup) -> RunResult:
@@ -188,9 +180,7 @@ class Agent(LocalElasticAgent):
         self._has_met = True
         for worker in worker_group.workers:
             give_place(self._scratch, worker.local_rank, None)
-        deadline = time.monotonic() + _ANSWERED_SECONDS
-        while None in self._exit_codes().values() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        self._ranks.wait(_ANSWERED_SECONDS)
         return self._end(goes_on=True)
 
     def _place_of(self, worker: Worker) -> dict[str, str]:
@@ -225,16 +215,16 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._serve_signals():
             return self._end(goes_on=False)
-        codes = self._exit_codes()  # read once: a rank may fail between two questions
-        if any(self._is_failed(*rank) for rank in codes.items()):
+        codes = self._ranks.exit_codes()  # read once: a rank may fail between two questions
+        if any(self._ranks.is_failed(*rank, self._told) for rank in codes.items()):
             return self._end_after(self._first_failure())
         news = self._machines.news()
         if news is not None:
-            self._close(signal.SIGTERM)
+            self._ranks.close(signal.SIGTERM)
             return self._follow(news)
         if self._are_waiting():
             return self._regroup(worker_group)
-        endings = [self._ending(*rank) for rank in codes.items()]
+        endings = [self._ranks.ending(*rank) for rank in codes.items()]
         if None in endings:
             self._serve_change()
             self._serve_replacement()
@@ -259,14 +249,14 @@ class Agent(LocalElasticAgent):
         while self.signals:
             number = self.signals.popleft()
             if self._passed_on is not None:
-                self._close(signal.SIGKILL)
+                self._ranks.close(signal.SIGKILL)
                 self.exit_code = self._leaving_code([])
                 return True
             # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
             if self._passed_on != signal.SIGINT:  # Ctrl-C ends the run
                 self._machines.announce_leaving(socket.gethostname())
-            self._signal_ranks(self._passed_on)
+            self._ranks.send(self._passed_on)
         return False
 
     def _serve_change(self) -> None:
@@ -279,7 +269,7 @@ class Agent(LocalElasticAgent):
             self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
             self._signal_at = math.inf
-            self._signal_ranks(signal.SIGTERM)
+            self._ranks.send(signal.SIGTERM)
 
     def _serve_replacement(self) -> None:
         """Leave the run for a machine that waits, if a rank has found this one slow."""
@@ -298,12 +288,6 @@ class Agent(LocalElasticAgent):
                 self._say(change.text)
         return self._change is not None and self._passed_on is None
 
-    def _signal_ranks(self, number: int) -> None:
-        codes, pids = self._exit_codes(), self._context.pids()
-        for local_rank in (rank for rank, code in codes.items() if code is None):
-            # Only to the process itself: the signal would kill its data loader workers, which the rank still needs.
-            os.kill(pids[local_rank], number)
-
     def _leaving_code(self, endings: list[int | None]) -> int:
         by_keyboard = self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings)
         return 130 if by_keyboard else 143
@@ -311,70 +295,32 @@ class Agent(LocalElasticAgent):
     # Ends of ranks
 
     @property
-    def _context(self) -> SubprocessContext | MultiprocessContext:
+    def _ranks(self) -> RankProcesses:
         assert isinstance(self._pcontext, (SubprocessContext, MultiprocessContext))
-        return self._pcontext
+        return RankProcesses(self._pcontext)
 
-    def _exit_codes(self) -> dict[int, int | None]:
-        """Return exit codes by local rank, negative for a signal; None for a rank that still runs."""
-        context = self._context
-        if isinstance(context, SubprocessContext):
-            return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-        assert context._pc is not None
-        return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
-
-    def _ending(self, local_rank: int, code: int | None) -> int | None:
-        """Return 0 for a rank that is done, 143 or 130 for one that has left, None for one that still runs."""
-        if code is None and isinstance(self._context, MultiprocessContext):
-            return 0 if value_file(self._context.error_files[local_rank]).exists() else None
-        return 143 if code is not None and code < 0 else code
-
-    def _is_failed(self, local_rank: int, code: int | None) -> bool:
-        error_file = self._context.error_files[local_rank]
-        if code is None:
-            return os.path.exists(error_file) and not self._is_ending(local_rank)
-        if code == 0 and isinstance(self._context, MultiprocessContext):
-            return not value_file(error_file).exists()
-        return code not in (0, *LEAVING) and not self._was_told(code)
-
-    def _is_ending(self, local_rank: int) -> bool:
-        """Return whether a rank has just written its error, so that it is about to exit."""
-        error_file = self._context.error_files[local_rank]
-        return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) <= _HANGING_SECONDS
-
-    def _was_told(self, code: int | None) -> bool:
-        """Return whether a rank with this exit code died of the signal that was forwarded to it."""
-        number = signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
-        return number is not None and code == -number
+    @property
+    def _told(self) -> int | None:
+        """The signal that the ranks were told to end with."""
+        return signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
 
     def _first_failure(self) -> Failure | None:
         """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while any(
-            code is None and (time.monotonic() < deadline or self._is_ending(rank))
-            for rank, code in self._exit_codes().items()
-        ):
-            time.sleep(0.05)
+        ranks = self._ranks
+        ranks.settle()
         if self._serve_signals():
             return None
-        codes, context = self._exit_codes(), self._context
-        failures = [
-            read_failure(worker.global_rank, code, context.error_files[rank], context.stderrs[rank])
-            for worker, (rank, code) in zip(self._worker_group.workers, sorted(codes.items()), strict=True)
-            if self._is_failed(rank, code) or (code is None and os.path.exists(context.error_files[rank]))
-        ]
-        self._close(signal.SIGTERM)
-        if any(map(self._was_told, codes.values())):
+        codes, told = ranks.exit_codes(), self._told
+        failures = ranks.failures(self.workers, codes, told)
+        ranks.close(signal.SIGTERM)
+        if told is not None and -told in codes.values():
             return None  # other ranks may have failed because these had left
-        first, *others = sorted(failures, key=lambda failure: failure.time)
+        first, *others = failures
         for failure in others:
             error = failure.error.partition("\n")[0]
             ending = f"failed after that: {error}" if error else f"{failure.ending} after that"
             self._say(f"rank {failure.rank} {ending}")
         return first
-
-    def _close(self, number: signal.Signals) -> None:
-        self._context.close(number, _END_SECONDS)
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
