@@ -22,14 +22,17 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.failures import Failure
 from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
+from trainer_kit.launch.places import expect_place, variables_of
 from trainer_kit.launch.rank_processes import RankProcesses
 from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
-from trainer_kit.utils.new_place import clear, give_place, waiting
+from trainer_kit.utils.new_place import NEW, clear, give_place, open_for, set_joining, waiting
 
 # When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
 # another program get a signal from each launcher after this time.
@@ -77,10 +80,13 @@ class Agent(LocalElasticAgent):
         self._failures = FailureHistory(limit)
         self._progress_file = output.scratch / "progress"
         self._scratch = output.scratch
-        self._stays = self._has_met = False
+        self._stays = self._has_met = self._is_preparing = False
         self._starts = 0
         self._machines = machines
         self._say = say
+        self._newcomer: Newcomer | None = None
+        if environment.regroup_folder() is not None and isinstance(machines.rendezvous, ElasticRendezvous):
+            self._newcomer = Newcomer(machines.rendezvous, say)
         self._passed_on: int | None = None
         self._change: Change | None = None
         self._signal_at = 0.0
@@ -99,15 +105,30 @@ class Agent(LocalElasticAgent):
     def values(self) -> dict[int, Any]:
         """Return the values of the ranks' functions, by global rank."""
         files = {worker.global_rank: self._ranks.value_file(worker.local_rank) for worker in self.workers}
-        return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items()}
+        # A newcomer's ranks have none if the run has ended before they had a place.
+        return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the ranks: those of a newcomer before it meets the other machines."""
+        running = None if self._newcomer is None or self._has_met else self._newcomer.begin()
+        if running is not None:
+            self._is_preparing = True
+            self._machines.leave()
+            expect_place(worker_group, running)
+            self._starts = running.membership.number
+            self._remaining_restarts = worker_group.spec.max_restarts - self._starts
+            os.environ[environment.MEMBERSHIP] = ""
+        super()._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines.
+        """Meet the other machines, unless the ranks start before that.
 
         Raises:
             ProcessFailed: If a failure has ended the run, which this machine may have missed on its way.
         """
         rendezvous = self._machines.rendezvous
+        if self._is_preparing:
+            return
         if self._has_met:  # before the ranks were ended
             self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
             return
@@ -136,7 +157,8 @@ class Agent(LocalElasticAgent):
             raise News.from_json(end).failure
         rendezvous.report()
         self._failures.merge(histories)
-        self._stays = left[0] != "" and len(set(left)) == 1
+        memberships_left = {words for words in left if not words.startswith(NEW)}
+        self._stays = len(memberships_left) == 1 and "" not in memberships_left
         rendezvous.confirm()
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
         self._starts = max(*starts, *memberships)
@@ -146,11 +168,10 @@ class Agent(LocalElasticAgent):
         """Return what the other machines need to know of this one.
 
         That is the number of earlier starts of its ranks, the failures that it knows of, and the membership that the
-        ranks have left while they wait for a new place ("" if they do not).
+        ranks have left while they wait for a new place (the words of newcomers, "" if they do not wait).
         """
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
-        left = self._machines.rendezvous.membership if self._are_waiting() else ""
-        return starts, self._failures.past(), left
+        return starts, self._failures.past(), self._left() or ""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
@@ -158,13 +179,33 @@ class Agent(LocalElasticAgent):
 
     # Ranks that go on without others
 
-    def _are_waiting(self) -> bool:
-        """Return whether all ranks of this machine have lost others and wait for a new place."""
+    def _left(self) -> str | None:
+        """Return the membership that all ranks of this machine have left while they wait for a new place.
+
+        None if some do not wait; the words of newcomers, which have left none.
+        """
         if environment.regroup_folder() is None or self._pcontext is None:
-            return False
-        left = waiting(self._scratch)
-        codes = self._ranks.exit_codes()
-        return codes.keys() == left.keys() and not any(code is not None for code in codes.values())
+            return None
+        left, codes = waiting(self._scratch), self._ranks.exit_codes()
+        if codes.keys() != left.keys() or any(code is not None for code in codes.values()):
+            return None
+        return left[0] if len(set(left.values())) == 1 else ""
+
+    def _guide_newcomers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """Let ranks that have prepared join the others, or all start again; return None as long as they go on."""
+        assert self._newcomer is not None
+        outlook = self._newcomer.outlook(self._left())
+        if outlook is Outlook.STAY:
+            if set(self._ranks.exit_codes().values()) != {None}:
+                for local_rank in waiting(self._scratch):  # one has ended, so that they wait in vain
+                    give_place(self._scratch, local_rank, None)
+            return None
+        self._is_preparing = False
+        if outlook is Outlook.JOIN:
+            return self._regroup(worker_group)
+        self._newcomer = None
+        self._restart_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _regroup(self, worker_group: WorkerGroup) -> RunResult:
         """Meet the machines that are left, and give the ranks of this one their new places."""
@@ -172,31 +213,17 @@ class Agent(LocalElasticAgent):
         self._rendezvous(worker_group)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
+        set_joining(self._scratch, False)
         if self._stays:
             self._passed_on = None
             for worker in worker_group.workers:
-                give_place(self._scratch, worker.local_rank, self._place_of(worker))
+                give_place(self._scratch, worker.local_rank, variables_of(worker, worker_group, self._starts))
             return RunResult(state=WorkerState.HEALTHY)
         self._has_met = True
         for worker in worker_group.workers:
             give_place(self._scratch, worker.local_rank, None)
         self._ranks.wait(_ANSWERED_SECONDS)
         return self._end(goes_on=True)
-
-    def _place_of(self, worker: Worker) -> dict[str, str]:
-        group = self._worker_group
-        return {
-            "RANK": str(worker.global_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "MASTER_ADDR": str(group.master_addr),
-            "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._starts),
-            environment.MEMBERSHIP: os.environ[environment.MEMBERSHIP],
-        }
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:
@@ -209,7 +236,12 @@ class Agent(LocalElasticAgent):
             if self._start_method != "fork":
                 resource_tracker.ensure_running()  # would unblock it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self._is_preparing:
+            os.environ[environment.NEWCOMER] = "1"
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            os.environ.pop(environment.NEWCOMER, None)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -222,12 +254,16 @@ class Agent(LocalElasticAgent):
         if news is not None:
             self._ranks.close(signal.SIGTERM)
             return self._follow(news)
-        if self._are_waiting():
+        if self._is_preparing:
+            if (joined := self._guide_newcomers(worker_group)) is not None:
+                return joined
+        elif self._left() is not None:
             return self._regroup(worker_group)
         endings = [self._ranks.ending(*rank) for rank in codes.items()]
         if None in endings:
             self._serve_change()
             self._serve_replacement()
+            self._serve_newcomers()
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
             if self._is_changing():
@@ -265,8 +301,13 @@ class Agent(LocalElasticAgent):
             return
         if self._change is None and self._machines.is_time_for_change() and self._is_changing():
             assert self._change is not None
-            begins = self._change.is_joining and self._worker_group.group_rank == 0
-            self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
+            is_first = self._worker_group.group_rank == 0
+            if self._change.in_process:
+                self._signal_at = math.inf
+                set_joining(self._scratch, is_first)
+            else:
+                begins = self._change.is_joining and is_first
+                self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
             self._signal_at = math.inf
             self._ranks.send(signal.SIGTERM)
@@ -280,13 +321,22 @@ class Agent(LocalElasticAgent):
                 self._say(f"{socket.gethostname()} is slow and leaves the run for a machine that waits")
                 self.signals.append(signal.SIGTERM)
 
+    def _serve_newcomers(self) -> None:
+        """Announce whether they can join in the process, as the main process says."""
+        if self._worker_group.group_rank == 0:
+            self._machines.open_for(open_for(self._scratch))
+
     def _is_changing(self) -> bool:
-        """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
+        """Return whether a machine joins or leaves, so that those that stay meet again."""
         if self._change is None and (change := self._machines.change()) is not None:
             self._change = change
             if self._passed_on is None:
                 self._say(change.text)
         return self._change is not None and self._passed_on is None
+
+    def _ends_for_change(self) -> bool:
+        """Return whether the ranks end because a machine joins or leaves."""
+        return self._change is not None and not self._change.in_process and self._passed_on is None
 
     def _leaving_code(self, endings: list[int | None]) -> int:
         by_keyboard = self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings)
@@ -302,7 +352,7 @@ class Agent(LocalElasticAgent):
     @property
     def _told(self) -> int | None:
         """The signal that the ranks were told to end with."""
-        return signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
+        return signal.SIGTERM if self._ends_for_change() else self._passed_on
 
     def _first_failure(self) -> Failure | None:
         """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
@@ -338,7 +388,7 @@ class Agent(LocalElasticAgent):
             if failure is not None:
                 self._say(failure.error.partition("CutOffError: ")[2] or failure.report().message)
             return self._end(goes_on=True)
-        if self._is_changing():
+        if self._is_changing() and self._ends_for_change():
             if failure is not None:  # since others have left before it
                 self._say(failure.report().message)
             return self._end(goes_on=True)
@@ -375,8 +425,8 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Decide whether to restart after a failure."""
-        if self._limit.failures == 0:
+        """Decide whether to restart after a failure; one of a newcomer must not come back with it to the others."""
+        if self._limit.failures == 0 or self._is_preparing:
             return False
         goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
         self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")
