@@ -134,7 +134,7 @@ def rank(folder: str, machine: str, digest: str, how: str) -> None:
     words = ""
     _note(run, machine)
     if os.environ.get("TRAINER_KIT_NEWCOMER") == "1":
-        _prepare(run, how)
+        _prepare(how)
         words = new_place.NEW + digest
     while not (run / "end").exists():
         number = os.environ["TRAINER_KIT_MEMBERSHIP"].split("/")[1] if not words else ""
@@ -155,17 +155,14 @@ def rank(folder: str, machine: str, digest: str, how: str) -> None:
         time.sleep(0.02)
 
 
-def _prepare(run: Path, how: str) -> None:
+def _prepare(how: str) -> None:
     if how == "fails":
         sys.exit(3)
     elif how == "ends":
         sys.exit(0)
-    elif how == "never ends":
-        while True:
-            time.sleep(0.1)
-    elif how:  # waits for a file of this name
-        while not (run / how).exists():
-            time.sleep(0.02)
+    launcher = os.getppid()
+    while how == "never ends" and os.getppid() == launcher:
+        time.sleep(0.1)
 
 
 def _note(run: Path, machine: str) -> None:

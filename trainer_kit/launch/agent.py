@@ -194,11 +194,13 @@ class Agent(LocalElasticAgent):
     def _guide_newcomers(self, worker_group: WorkerGroup) -> RunResult | None:
         """Let ranks that have prepared join the others, or all start again; return None as long as they go on."""
         assert self._newcomer is not None
+        if self._passed_on is not None or set(self._ranks.exit_codes().values()) != {None}:
+            self._newcomer.withdraw()
+            if self._passed_on is None and waiting(self._scratch):  # in vain, since another one has ended
+                self.signals.append(signal.SIGTERM)
+            return None
         outlook = self._newcomer.outlook(self._left())
         if outlook is Outlook.STAY:
-            if set(self._ranks.exit_codes().values()) != {None}:
-                for local_rank in waiting(self._scratch):  # one has ended, so that they wait in vain
-                    give_place(self._scratch, local_rank, None)
             return None
         self._is_preparing = False
         if outlook is Outlook.JOIN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Callable
@@ -85,6 +86,13 @@ class Newcomer:
         if outlook is Outlook.START_AGAIN:
             self._rendezvous.readiness = Readiness.NOT_STARTED
         return outlook
+
+    def withdraw(self) -> None:
+        """Take no place, since the ranks end."""
+        if self._rendezvous.readiness is Readiness.READY:
+            self._rendezvous.readiness = Readiness.PREPARING
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._rendezvous.announce()
 
     def _outlook(self, words: str | None) -> Outlook:
         rendezvous, now = self._rendezvous, time.monotonic()
