@@ -69,12 +69,12 @@ class Joining:
     def wait_for_text(self, text: str, machine: int) -> None:
         self.wait(lambda: text in self.said(machine), f"{text!r} of machine {machine}")
 
-    def wait_for_places(self, world: int) -> list[Note]:
-        """Wait until all ranks have a place among so many, and return their notes of it."""
+    def wait_for_places(self, world: int, after: int = 0) -> list[Note]:
+        """Wait until so many ranks have a place in a membership after another one, and return their notes of it."""
 
         def now() -> list[Note]:
             last = [notes[-1] for notes in self.notes().values() if not notes[-1].is_newcomer]
-            newest = max((note.membership for note in last), default=0)
+            newest = max((note.membership for note in last if note.membership > after), default=0)
             return sorted((note for note in last if note.membership == newest), key=lambda note: note.rank)
 
         self.wait(lambda: [note.world for note in now()] == [world] * world, f"{world} ranks")

@@ -158,7 +158,7 @@ def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
     full.launchers[1].kill()
     os.kill(before[1].pid, signal.SIGKILL)
     (full.folder / "meeting-1").touch()  # rank 0 has noticed the loss
-    after = full.wait_for_places(2)
+    after = full.wait_for_places(2, after=1)
     assert pids(after) == [before[0].pid, prepared]
     assert full.end() == {0: 0, 1: -signal.SIGKILL, 2: 0}
 
@@ -182,6 +182,6 @@ def test_a_newcomer_that_prepares_is_taken_where_the_others_are_too_few(joining:
     joining.launchers[1].kill()
     os.kill(before[1].pid, signal.SIGKILL)
     (joining.folder / "meeting-1").touch()
-    after = joining.wait_for_places(2)
+    after = joining.wait_for_places(2, after=1)
     assert [note.machine for note in after] == [0, 2]
     assert not {before[0].pid, prepared} & set(pids(after)), "they start together"
