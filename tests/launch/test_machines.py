@@ -184,7 +184,6 @@ def test_newcomers_read_which_training_is_open(monkeypatch: pytest.MonkeyPatch) 
     empty = dist.HashStore()
     first.open_for("digest")
     first.join(empty, 0, 2)
-    clock.now += 1.5
     first.open_for("digest")
     assert empty.get(OPEN) == b"digest", "each membership has keys of its own"
 

@@ -24,7 +24,7 @@ def joining(tmp_path: Path) -> Iterator[Joining]:
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Joining]:
     """A run with room for two machines."""
-    run = Joining(tmp_path, num_nodes=2, min_nodes=1, num_processes=2)
+    run = Joining(tmp_path, num_nodes=2, min_nodes=1, num_processes=2, last_call=30.0)
     yield run
     run.close()
 

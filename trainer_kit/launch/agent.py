@@ -220,6 +220,7 @@ class Agent(LocalElasticAgent):
             self._passed_on = None
             for worker in worker_group.workers:
                 give_place(self._scratch, worker.local_rank, variables_of(worker, worker_group, self._starts))
+            self._serve_newcomers()  # others may come just now
             return RunResult(state=WorkerState.HEALTHY)
         self._has_met = True
         for worker in worker_group.workers:

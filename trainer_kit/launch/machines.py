@@ -55,7 +55,7 @@ class Machines:
             count: Number of machines.
         """
         self._store, self._place, self._count = store, place, count
-        self._next_look = 0.0
+        self._next_look = self._next_opening = 0.0
         self._open = ""
 
     def leave(self) -> None:
