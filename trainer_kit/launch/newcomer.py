@@ -64,8 +64,9 @@ class Newcomer:
         except (RuntimeError, RendezvousGracefulExitError):  # the meeting finds another store, or reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
             return None
-        count = pluralize("machine", len(running.membership.machines))
-        self._say(f"the run is under way on {count}: the processes of this one prepare to join it")
+        count = len(running.membership.machines)
+        verb = "runs" if count == 1 else "run"
+        self._say(f"{count} {pluralize('machine', count)} {verb}; the processes of this one prepare to join in")
         return running
 
     def outlook(self, words: str | None) -> Outlook:
