@@ -18,6 +18,7 @@ import pytest
 from kit import launched
 from kit.launching import run
 
+from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.processes import planned, run_processes, variables
@@ -53,6 +54,12 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ProcessFailed):
         run(launched.unpicklable)
     assert [fact() for fact in facts] == before
+
+
+@pytest.mark.distributed
+def test_a_launcher_in_a_newcomer_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.NEWCOMER, "1")
+    assert run(os.getenv, environment.NEWCOMER) == {0: "", 1: ""}
 
 
 # Failures

@@ -239,12 +239,8 @@ class Agent(LocalElasticAgent):
             if self._start_method != "fork":
                 resource_tracker.ensure_running()  # would unblock it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        if self._is_preparing:
-            os.environ[environment.NEWCOMER] = "1"
-        try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-        finally:
-            os.environ.pop(environment.NEWCOMER, None)
+        os.environ[environment.NEWCOMER] = "1" if self._is_preparing else ""
+        started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
