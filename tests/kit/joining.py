@@ -53,7 +53,7 @@ class Joining:
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, machine: int, digest: str = "same", how: str = "") -> None:
-        """Start a launcher; what its ranks do as newcomers besides waiting for a place is `how`, see `_prepare`."""
+        """Start a launcher; `how` says how its ranks prepare as newcomers, see `_prepare`."""
         fields = {**self.fields, "node_rank": machine, "rdzv_conf": {"is_host": machine == 0}}
         words = [sys.executable, "-m", "kit.joining", "launch", json.dumps(fields), str(self.folder), digest, how]
         root = Path(__file__).parents[1]

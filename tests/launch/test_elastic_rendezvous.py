@@ -187,8 +187,8 @@ def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
     assert (info.rank, info.world_size) == (2, 3)
     assert {future.result(timeout=60).world_size for future in again} == {3}
     assert late._link is not None
-    told = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
-    assert (told.readiness, told.past) == (Readiness.NOT_STARTED, ()), "it runs, until it comes again"
+    facts = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
+    assert (facts.readiness, facts.past) == (Readiness.NOT_STARTED, ()), "it runs, until it comes again"
 
 
 def test_a_machine_that_prepares_hears_of_the_end(elastic: Meetings) -> None:

@@ -247,7 +247,7 @@ class Agent(LocalElasticAgent):
         if self._serve_signals():
             return self._end(goes_on=False)
         codes = self._ranks.exit_codes()  # read once: a rank may fail between two questions
-        if any(self._ranks.is_failed(*rank, self._told) for rank in codes.items()):
+        if any(self._ranks.is_failed(*rank, self._sent) for rank in codes.items()):
             return self._end_after(self._first_failure())
         news = self._machines.news()
         if news is not None:
@@ -349,8 +349,8 @@ class Agent(LocalElasticAgent):
         return RankProcesses(self._pcontext)
 
     @property
-    def _told(self) -> int | None:
-        """The signal that the ranks were told to end with."""
+    def _sent(self) -> int | None:
+        """The signal that was sent to end the ranks; None without one."""
         return signal.SIGTERM if self._ends_for_change() else self._passed_on
 
     def _first_failure(self) -> Failure | None:
@@ -359,10 +359,10 @@ class Agent(LocalElasticAgent):
         ranks.settle()
         if self._serve_signals():
             return None
-        codes, told = ranks.exit_codes(), self._told
-        failures = ranks.failures(self.workers, codes, told)
+        codes, sent = ranks.exit_codes(), self._sent
+        failures = ranks.failures(self.workers, codes, sent)
         ranks.close(signal.SIGTERM)
-        if told is not None and -told in codes.values():
+        if sent is not None and -sent in codes.values():
             return None  # other ranks may have failed because these had left
         first, *others = failures
         for failure in others:

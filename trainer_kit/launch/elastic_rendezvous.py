@@ -223,8 +223,8 @@ class ElasticRendezvous(RendezvousHandler):
         Raises:
             RuntimeError: If the connection to the store is broken.
         """
-        told = PrefixStore(str(running.membership.number), self._linked().store)
-        return told.get(OPEN).decode() if told.check([OPEN]) else None
+        keys = PrefixStore(str(running.membership.number), self._linked().store)
+        return keys.get(OPEN).decode() if keys.check([OPEN]) else None
 
     def announce(self) -> None:
         """Announce what this machine does.

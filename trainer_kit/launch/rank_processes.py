@@ -51,19 +51,19 @@ class RankProcesses:
             return 0 if self.value_file(local_rank).exists() else None
         return 143 if code is not None and code < 0 else code
 
-    def is_failed(self, local_rank: int, code: int | None, told: int | None) -> bool:
+    def is_failed(self, local_rank: int, code: int | None, sent: int | None) -> bool:
         """Return whether a rank has failed.
 
         Args:
             local_rank: The rank.
             code: Its exit code.
-            told: The signal that the ranks were told to end with; None if they were not.
+            sent: The signal that was sent to end the ranks; None without one.
         """
         if code is None:
             return os.path.exists(self._context.error_files[local_rank]) and not self._is_ending(local_rank)
         if code == 0 and self._is_function:
             return not self.value_file(local_rank).exists()
-        return code not in (0, *LEAVING) and (told is None or code != -told)
+        return code not in (0, *LEAVING) and (sent is None or code != -sent)
 
     def settle(self) -> None:
         """Wait a moment after a failure for ranks that fail or end too."""
@@ -74,19 +74,19 @@ class RankProcesses:
         ):
             time.sleep(0.05)
 
-    def failures(self, workers: Iterable[Worker], codes: Mapping[int, int | None], told: int | None) -> list[Failure]:
+    def failures(self, workers: Iterable[Worker], codes: Mapping[int, int | None], sent: int | None) -> list[Failure]:
         """Return the failures, the earliest first.
 
         Args:
             workers: Ranks of this machine.
             codes: Their exit codes.
-            told: See `is_failed`.
+            sent: See `is_failed`.
         """
         context = self._context
         found = [
             read_failure(worker.global_rank, code, context.error_files[rank], context.stderrs[rank])
             for worker, (rank, code) in zip(workers, sorted(codes.items()), strict=True)
-            if self.is_failed(rank, code, told) or (code is None and os.path.exists(context.error_files[rank]))
+            if self.is_failed(rank, code, sent) or (code is None and os.path.exists(context.error_files[rank]))
         ]
         return sorted(found, key=lambda failure: failure.time)
 
