@@ -70,6 +70,29 @@ def test_failures_of_all_machines_count_wherever_they_were_seen(meetings: Meetin
         assert [failure.host for failure in each._failures.past()] == ["b", "c", "b"]
 
 
+@pytest.mark.parametrize(
+    ("words", "stays"),
+    [
+        (["run/1", "run/1", "run/1"], True),
+        (["run/1", "run/1", "new/digest"], True),
+        (["run/1", "new/digest", "new/digest"], True),
+        (["run/1", "run/2", "new/digest"], False),
+        (["run/1", "", "new/digest"], False),
+        (["run/1", "run/1", ""], False),
+        (["new/digest"] * 3, False),
+        ([""] * 3, False),
+    ],
+)
+def test_ranks_stay_where_all_others_have_left_one_membership_or_are_newcomers(
+    words: list[str], stays: bool, meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = [agent(meetings, number, tmp_path) for number in range(3)]
+    for each, left in zip(agents, words, strict=True):
+        monkeypatch.setattr(each, "_left", lambda left=left: left or None)
+    assert together(*(partial(meet, each) for each in agents)) == [""] * 3
+    assert [each._stays for each in agents] == [stays] * 3
+
+
 @pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])
 def test_machines_on_their_way_hear_that_a_failure_has_ended_the_run(
     failed: int, meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,9 @@ from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.launch import elastic_rendezvous
-from trainer_kit.launch.keeper import Published
-from trainer_kit.launch.news import BEGINS, OUTCOME
+from trainer_kit.launch.keeper import Facts, Published, machine_key
+from trainer_kit.launch.membership import Readiness
+from trainer_kit.launch.news import BEGINS, CHANGE, OPEN, OUTCOME, Change
 
 
 @pytest.fixture
@@ -152,6 +153,58 @@ def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
         with pytest.raises(RendezvousGracefulExitError):
             spare.result(timeout=30)
         machines[2].shutdown()
+        end.result(timeout=30)
+
+
+def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
+    """They hear of it when it is ready; then it waits for its place as any other machine."""
+    machines = [elastic.machine(number) for number in range(3)]
+    *others, late = machines
+    assert late.running() is None, "the run has not begun"
+    infos = together(*(machine.next_rendezvous for machine in others))
+    for machine in others:
+        machine.confirm()
+    assert [machine.running() for machine in others] == [None, None]
+    running = late.running()
+    assert running is not None
+    assert running.membership.number == 1
+    assert late.open_for(running) is None
+    late.readiness = Readiness.PREPARING
+    late.announce()
+    infos[0].store.set(OPEN, "digest")
+    assert infos[0].store.get(OPEN) == b"digest"
+    assert late.open_for(running) == "digest"
+    time.sleep(0.5)  # until the keeper knows it
+    assert not infos[0].store.check([CHANGE])
+    late.readiness = Readiness.READY
+    late.announce()
+    assert Change.from_json(infos[0].store.get(CHANGE)).in_process
+    assert late.running() == running
+    again = [ThreadPoolExecutor(1).submit(machine.next_rendezvous) for machine in others]
+    while late.running() is not None:
+        time.sleep(0.01)
+    info = late.next_rendezvous()
+    assert (info.rank, info.world_size) == (2, 3)
+    assert {future.result(timeout=60).world_size for future in again} == {3}
+    assert late._link is not None
+    facts = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
+    assert (facts.readiness, facts.past) == (Readiness.NOT_STARTED, ()), "it runs, until it comes again"
+
+
+def test_a_machine_that_prepares_hears_of_the_end(elastic: Meetings) -> None:
+    machines = [elastic.machine(number) for number in range(3)]
+    *others, late = machines
+    together(*(machine.next_rendezvous for machine in others))
+    late.readiness = Readiness.PREPARING
+    late.announce()
+    time.sleep(0.5)  # until the keeper knows it
+    machines[1].shutdown()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(machines[0].shutdown)
+        time.sleep(0.5)
+        with pytest.raises(RendezvousGracefulExitError):
+            late.running()
+        late.shutdown()
         end.result(timeout=30)
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from trainer_kit.launch.keeper import (
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.membership import Membership, Right
-from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OUTCOME, Change, News
+from trainer_kit.launch.membership import Membership, Readiness, Right
+from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OPEN, OUTCOME, Change, News
 from trainer_kit.launch.news import LOST as LOST_MACHINES
 
 
@@ -55,13 +56,13 @@ class Launchers:
             self.store, least, most, **limits, serve_ranks=serve_ranks, clock=self.clock.monotonic, ended=self.ended
         )
 
-    def come(self, *past: Membership, name: str = "", **fields: bool) -> int:
+    def come(self, *past: Membership, name: str = "", **fields: Any) -> int:
         number = self.store.add(MACHINES, 1) - 1
         self.wait(number, *past, name=name, **fields)
         self.alive.add(number)
         return number
 
-    def wait(self, number: int, *past: Membership, name: str = "", **fields: bool) -> None:
+    def wait(self, number: int, *past: Membership, name: str = "", **fields: Any) -> None:
         facts = Facts(f"id-{name or number}", f"host-{name or number}", past, **fields)
         self.store.set(machine_key(number), facts.to_json())
         self.store.add(beat_key(number), 1)
@@ -198,6 +199,77 @@ def test_a_spare_waits(launchers: Launchers) -> None:
     launchers.pass_time(5)
     assert launchers.published.numbers == (0, 1, 2)
     assert launchers.told(CHANGE) is None
+
+
+@pytest.fixture
+def pair(launchers: Launchers) -> Launchers:
+    """A run on two machines of three."""
+    for _ in range(2):
+        launchers.come()
+    launchers.pass_time(4)
+    assert launchers.published.numbers == (0, 1)
+    return launchers
+
+
+PREPARING, READY = {"readiness": Readiness.PREPARING}, {"readiness": Readiness.READY}
+
+
+def test_a_machine_that_prepares_is_left_alone(pair: Launchers) -> None:
+    first = pair.membership
+    pair.come(**PREPARING)
+    pair.pass_time(5)
+    assert pair.told(CHANGE) is None
+    assert pair.here == Here(0, (), 2)
+    pair.come()
+    pair.pass_time(1)
+    change = Change.from_json(pair.told(CHANGE) or b"")
+    assert change == Change("host-3 joins: the run saves and goes on with it", is_joining=True)
+    for number in (0, 1):
+        pair.wait(number, first)
+    pair.pass_time(1)
+    assert pair.published.numbers == (0, 1, 3), "the one that came first still prepares"
+
+
+def test_a_machine_that_is_ready_joins_in_the_process_once_the_run_is_open(pair: Launchers) -> None:
+    first, number = pair.membership, pair.come(**READY)
+    for text in (None, ""):
+        if text is not None:
+            pair.store.set(f"1/{OPEN}", text)
+        pair.pass_time(5)
+        assert pair.told(CHANGE) is None
+    pair.store.set(f"1/{OPEN}", "digest")
+    pair.pass_time(1)
+    change = Change.from_json(pair.told(CHANGE) or b"")
+    assert change == Change("host-2 joins: the run goes on with it", is_joining=True, in_process=True)
+    assert pair.membership == first
+    for other in (0, 1):
+        pair.wait(other, first)
+    pair.pass_time(1)
+    assert pair.published.numbers == (0, 1, number)
+
+
+def test_the_ranks_end_where_not_all_that_come_are_ready() -> None:
+    launchers = Launchers(most=4)
+    for _ in range(2):
+        launchers.come()
+    launchers.pass_time(4)
+    launchers.store.set(f"1/{OPEN}", "digest")
+    launchers.come(**READY)
+    launchers.come()
+    launchers.pass_time(1)
+    change = Change.from_json(launchers.told(CHANGE) or b"")
+    assert change == Change("host-2, host-3 join: the run saves and goes on with them", is_joining=True)
+
+
+def test_a_machine_that_prepares_is_taken_where_the_others_are_too_few(pair: Launchers) -> None:
+    first, number = pair.membership, pair.come(**PREPARING)
+    pair.alive.remove(1)
+    pair.pass_time(4)
+    change = Change.from_json(pair.told(CHANGE) or b"")
+    assert change == Change("host-2 joins: the run saves and goes on with it", is_joining=True)
+    pair.wait(0, first)
+    pair.pass_time(1)
+    assert pair.published.numbers == (0, number)
 
 
 def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:

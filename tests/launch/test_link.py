@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import PrefixStore
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
 from trainer_kit.launch.link import Link, published_at
-from trainer_kit.launch.membership import Membership
+from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.store import serve_store
 
@@ -34,9 +34,13 @@ def test_a_machine_gives_signs_of_life(store: PrefixStore) -> None:
     beats = store.add(beat_key(1), 0)
     while store.add(beat_key(1), 0) < beats + 3:
         pass
-    facts = Facts("id", "host", (Membership(2, ("id",), "run", ("host",)),), has_claimed=True)
+    past = Membership(2, ("id",), "run", ("host",))
+    facts = Facts("id", "host", (past,), has_claimed=True, readiness=Readiness.READY)
     second.announce(facts)
     assert Facts.from_json(store.get(machine_key(1))) == facts
+    assert Facts.from_json(store.get(machine_key(1))).readiness is Readiness.READY
+    store.set(MEMBERSHIP, Published(past).to_json())
+    assert second.published().membership == past
     for link in (first, second):
         link.stop()
     while not presence.ended:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kit.clock import Clock
 
 from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch import machines
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.machines import Machines
-from trainer_kit.launch.news import CHANGE, LOST, Change, News
+from trainer_kit.launch.news import CHANGE, LOST, OPEN, Change, News
 
 
 def channels(count: int = 2, is_lasting: bool = True, **fields: Any) -> list[Machines]:
@@ -163,3 +165,38 @@ def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.news(at_once=True) is None
     assert first.change() is None
     assert first.lost() == "the machine with the store, which does not answer"
+
+
+def test_newcomers_read_which_training_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(machines.time, "monotonic", clock.monotonic)
+    first, second = channels()
+    store = second._reach()
+    first.open_for(None)
+    assert not store.check([OPEN]), "it may open later"
+    first.open_for("digest")
+    assert store.get(OPEN) == b"digest"
+    first.open_for(None)
+    assert store.get(OPEN) == b"digest", "once a second at most"
+    clock.now += 1.5
+    first.open_for(None)
+    assert store.get(OPEN) == b""
+    empty = dist.HashStore()
+    first.open_for("digest")
+    first.join(empty, 0, 2)
+    first.open_for("digest")
+    assert empty.get(OPEN) == b"digest", "each membership has keys of its own"
+
+
+def test_a_machine_between_two_memberships_is_alone() -> None:
+    first, second = channels(min_nodes=1)
+    second._reach().set(CHANGE, Change("machine-c joins", is_joining=True).to_json())
+    assert first.change() is not None
+    first.leave()
+    assert first.change() is None
+    assert first.news(at_once=True) is None
+    assert first.lost() == ""
+    first.announce_leaving("machine-a")
+    first.open_for("digest")
+    assert not second._reach().check([OPEN])
+    assert not first.can_be_replaced()

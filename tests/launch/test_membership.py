@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,14 @@ from trainer_kit.launch.membership import (
     Formed,
     Machine,
     Membership,
+    Readiness,
     Right,
     bases_of,
     newcomers,
     next_membership,
     right_to_follow,
     waiting,
+    without_preparing,
 )
 from trainer_kit.utils.membership_claim import MembershipClaim, MembershipPlace
 
@@ -121,6 +125,17 @@ def test_newcomers_are_those_for_which_there_is_room() -> None:
     assert newcomers(Membership(), [fresh("a")], 3) == []
 
 
+def test_machines_that_prepare_count_where_the_others_are_too_few() -> None:
+    here = [running("a"), running("b")]
+    preparing = fresh("d")._replace(readiness=Readiness.PREPARING)
+    ready = fresh("e")._replace(readiness=Readiness.READY)
+    assert without_preparing(LAST, [preparing, *here], 2) == here
+    assert without_preparing(LAST, [preparing, *here, ready], 2) == [*here, ready]
+    assert without_preparing(LAST, [preparing, *here], 3) == [preparing, *here]
+    taken = running("c")._replace(readiness=Readiness.PREPARING)
+    assert without_preparing(LAST, [*here, taken], 2) == [*here, taken], "the others wait for it"
+
+
 @pytest.mark.parametrize(
     ("bases", "machines", "has_claimed", "right"),
     [
@@ -192,6 +207,34 @@ def test_who_runs_does_not_wait(situation: tuple[Membership, list[Machine], int,
     assert len(coming) + sum(machine.id in last.machines for machine in alive) <= max(most, len(last.machines))
 
 
+@given(situations(), st.booleans(), st.sets(st.sampled_from("ghi"), min_size=1), st.randoms())
+def test_machines_that_prepare_neither_displace_nor_delay_others(
+    situation: tuple[Membership, list[Machine], int, int], over: bool, names: set[str], order: random.Random
+) -> None:
+    last, alive, least, most = situation
+    last = last._replace(number=last.number if last.machines else 0)
+    come_again = membership(last.number - 1, "ghi") if last.number > 1 else Membership()
+    preparing = [
+        Machine(place - 5, name, name, (come_again,) * bool(come_again.number), readiness=Readiness.PREPARING)
+        for place, name in enumerate(names)
+    ]  # the first to arrive
+    everyone = [*alive, *preparing]
+    order.shuffle(everyone)
+    counted = without_preparing(last, everyone, least)
+    if len(alive) < least:
+        assert set(counted) == set(everyone)
+        return
+    alone, found = (next_membership(last, each, least, most, over) for each in (alive, counted))
+    if alone is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.membership.machines, found.bases, found.right) == (
+            alone.membership.machines, alone.bases, alone.right,
+        )  # fmt: skip
+    assert newcomers(last, counted, most) == newcomers(last, alive, most)
+
+
 @dataclasses.dataclass
 class Launcher:
     """What a launcher knows, and which store it is connected to."""
@@ -200,6 +243,7 @@ class Launcher:
     past: tuple[Membership, ...] = ()
     has_claimed: bool = False
     is_outvoted: bool = False
+    is_preparing: bool = False
     store: int = -1
     number: int = -1
 
@@ -248,16 +292,16 @@ class Network:
         elif action == "restart":
             self.starts += 1
             self.launchers[place] = Launcher(f"{self.launchers[place].id[0]}{self.starts}")
-        elif action == "claim":
+        own: dict[str, Callable[[Launcher], None]] = {
+            "connect": lambda launcher: self.connect(launcher, place),
+            "hear": self.hear,
+            "confirm": self.confirm,
+            "claim": self.claim,
+            "prepare": self.prepare,
+        }
+        if action in own:
             for launcher in launchers:
-                self.claim(launcher)
-        for launcher in launchers:
-            if action == "connect":
-                self.connect(launcher, place)
-            elif action == "hear" and launcher.store >= 0:
-                self.hear(launcher)
-            elif action == "confirm":
-                self.confirm(launcher)
+                own[action](launcher)
 
     def lose(self, place: int) -> None:
         self.servers[place] = Server()
@@ -272,7 +316,9 @@ class Network:
 
     def announce(self, launcher: Launcher) -> None:
         if launcher.store >= 0:
-            facts = Machine(launcher.number, launcher.id, launcher.id, launcher.past, launcher.has_claimed)
+            readiness = Readiness.PREPARING if launcher.is_preparing else Readiness.NOT_STARTED
+            own = launcher.number, launcher.id, launcher.id, launcher.past, launcher.has_claimed
+            facts = Machine(*own, readiness=readiness)
             self.servers[launcher.store].facts[launcher.number] = facts
 
     def form(self, server: Server, silent: int) -> None:
@@ -283,13 +329,19 @@ class Network:
             for facts in newest.values()
             if not silent >> "abcde".index(facts.id[0]) & 1
         ]
-        found = next_membership(server.last, alive, 1, 5, True)
+        found = next_membership(server.last, without_preparing(server.last, alive, 1), 1, 5, True)
         if found is not None and (server.last.number or found.bases or not self.formed):  # a run begins once
             server.last = found.membership
             server.numbers = tuple(newest[machine].number for machine in found.membership.machines)
             self.formed[found.membership] = found
 
+    def prepare(self, launcher: Launcher) -> None:
+        launcher.is_preparing = not launcher.is_preparing
+        self.announce(launcher)
+
     def hear(self, launcher: Launcher) -> None:
+        if launcher.store < 0:
+            return
         server = self.servers[launcher.store]
         known = max((past.number for past in launcher.past), default=0)
         if server.last.number > known and launcher.number in server.numbers:
@@ -339,7 +391,9 @@ class Network:
 
 MASKS, PLACES = st.integers(0, 31), st.integers(0, 4)
 ACTIONS = st.tuples(
-    st.sampled_from(["split", "meet", "connect", "form", "hear", "hear", "confirm", "claim", "lose", "restart"]),
+    st.sampled_from(
+        ["split", "meet", "connect", "form", "hear", "hear", "confirm", "claim", "lose", "restart", "prepare"]
+    ),
     st.one_of(MASKS, st.just(31)),
     PLACES,
 )

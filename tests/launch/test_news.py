@@ -18,5 +18,6 @@ def test_news_arrive_as_they_were_sent(goes_on: bool, is_loss: bool) -> None:
 
 
 def test_a_change_arrives_as_it_was_sent() -> None:
-    sent = Change("machine-c joins", is_joining=True)
-    assert Change.from_json(sent.to_json()) == sent
+    for in_process in (True, False):
+        sent = Change("machine-c joins", is_joining=True, in_process=in_process)
+        assert Change.from_json(sent.to_json()) == sent

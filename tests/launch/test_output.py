@@ -9,6 +9,7 @@ import pytest
 from kit import launched
 from kit.launching import run
 
+from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.processes import PREFIX, Logs
 
 
@@ -51,6 +52,15 @@ def test_a_temporary_folder_stays_only_with_something_in_it(tmp_path: Path, monk
     (folder,) = tmp_path.iterdir()
     assert said == [f"the output of rank 1 is in {folder}"]
     assert (folder / "rank-1.out").read_text() == "hello\n"
+
+
+def test_an_error_of_an_earlier_start_of_the_same_number_is_none_of_this_one(tmp_path: Path) -> None:
+    """A newcomer's ranks may end before they have a place, and start again with the others."""
+    files, variables = OutputFiles(tmp_path, tmp_path, None), {0: {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}}
+    error_file = Path(files.reify(variables).error_files[0])
+    error_file.touch()
+    assert files.reify(variables).error_files == {0: str(error_file)}
+    assert not error_file.exists()
 
 
 @pytest.mark.distributed

@@ -18,6 +18,7 @@ import pytest
 from kit import launched
 from kit.launching import run
 
+from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.processes import planned, run_processes, variables
@@ -53,6 +54,12 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ProcessFailed):
         run(launched.unpicklable)
     assert [fact() for fact in facts] == before
+
+
+@pytest.mark.distributed
+def test_a_launcher_in_a_newcomer_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.NEWCOMER, "1")
+    assert run(os.getenv, environment.NEWCOMER) == {0: "", 1: ""}
 
 
 # Failures
@@ -252,7 +259,7 @@ def test_a_signal_is_passed_on_once(kind: str, number: int, passed_on: str, exit
 
 @pytest.mark.distributed
 def test_ranks_have_the_time_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.agent._END_SECONDS", 0.5)  # what they have after a failure
+    monkeypatch.setattr("trainer_kit.launch.rank_processes._END_SECONDS", 0.5)  # what they have after a failure
     begin = time.monotonic()
     with signalled(tmp_path, signal.SIGTERM), pytest.raises(ProcessesLeft):
         run(launched.leave, str(tmp_path), 3.0)

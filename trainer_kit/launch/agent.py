@@ -22,21 +22,18 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
-from trainer_kit.launch.failures import LEAVING, Failure, read_failure
-from trainer_kit.launch.function import value_file
+from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
+from trainer_kit.launch.failures import Failure
 from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
+from trainer_kit.launch.places import expect_place, variables_of
+from trainer_kit.launch.rank_processes import RankProcesses
 from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
-from trainer_kit.utils.new_place import clear, give_place, waiting
+from trainer_kit.utils.new_place import NEW, clear, give_place, open_for, set_joining, waiting
 
-# The first failed rank ends the job within 10 seconds: the others may fail or end too within this time, …
-_SETTLE_SECONDS = 1.0
-# … a process may stay alive this long after it has written its error, …
-_HANGING_SECONDS = 3.0
-# … and the others have this long to end after SIGTERM.
-_END_SECONDS = 5
 # When a machine joins or leaves, one launcher signals its ranks, and the ranks of a Trainer agree to leave. Those of
 # another program get a signal from each launcher after this time.
 _AGREEING_SECONDS = 10.0
@@ -83,10 +80,13 @@ class Agent(LocalElasticAgent):
         self._failures = FailureHistory(limit)
         self._progress_file = output.scratch / "progress"
         self._scratch = output.scratch
-        self._stays = self._has_met = False
+        self._stays = self._has_met = self._is_preparing = False
         self._starts = 0
         self._machines = machines
         self._say = say
+        self._newcomer: Newcomer | None = None
+        if environment.regroup_folder() is not None and isinstance(machines.rendezvous, ElasticRendezvous):
+            self._newcomer = Newcomer(machines.rendezvous, say)
         self._passed_on: int | None = None
         self._change: Change | None = None
         self._signal_at = 0.0
@@ -104,18 +104,31 @@ class Agent(LocalElasticAgent):
 
     def values(self) -> dict[int, Any]:
         """Return the values of the ranks' functions, by global rank."""
-        files = {
-            worker.global_rank: value_file(self._context.error_files[worker.local_rank]) for worker in self.workers
-        }
-        return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items()}
+        files = {worker.global_rank: self._ranks.value_file(worker.local_rank) for worker in self.workers}
+        # A newcomer's ranks have none if the run has ended before they had a place.
+        return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the ranks: those of a newcomer before it meets the other machines."""
+        running = None if self._newcomer is None or self._has_met else self._newcomer.begin()
+        if running is not None:
+            self._is_preparing = True
+            self._machines.leave()
+            expect_place(worker_group, running)
+            self._starts = running.membership.number
+            self._remaining_restarts = worker_group.spec.max_restarts - self._starts
+            os.environ[environment.MEMBERSHIP] = ""
+        super()._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines.
+        """Meet the other machines, unless the ranks start before that.
 
         Raises:
             ProcessFailed: If a failure has ended the run, which this machine may have missed on its way.
         """
         rendezvous = self._machines.rendezvous
+        if self._is_preparing:
+            return
         if self._has_met:  # before the ranks were ended
             self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
             return
@@ -144,7 +157,8 @@ class Agent(LocalElasticAgent):
             raise News.from_json(end).failure
         rendezvous.report()
         self._failures.merge(histories)
-        self._stays = left[0] != "" and len(set(left)) == 1
+        memberships_left = {words for words in left if not words.startswith(NEW)}
+        self._stays = len(memberships_left) == 1 and "" not in memberships_left
         rendezvous.confirm()
         os.environ[environment.MEMBERSHIP] = rendezvous.membership
         self._starts = max(*starts, *memberships)
@@ -154,11 +168,10 @@ class Agent(LocalElasticAgent):
         """Return what the other machines need to know of this one.
 
         That is the number of earlier starts of its ranks, the failures that it knows of, and the membership that the
-        ranks have left while they wait for a new place ("" if they do not).
+        ranks have left while they wait for a new place (the words of newcomers, "" if they do not wait).
         """
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
-        left = self._machines.rendezvous.membership if self._are_waiting() else ""
-        return starts, self._failures.past(), left
+        return starts, self._failures.past(), self._left() or ""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.failed = None
@@ -166,13 +179,35 @@ class Agent(LocalElasticAgent):
 
     # Ranks that go on without others
 
-    def _are_waiting(self) -> bool:
-        """Return whether all ranks of this machine have lost others and wait for a new place."""
+    def _left(self) -> str | None:
+        """Return the membership that all ranks of this machine have left while they wait for a new place.
+
+        None if some do not wait; the words of newcomers, which have left none.
+        """
         if environment.regroup_folder() is None or self._pcontext is None:
-            return False
-        left = waiting(self._scratch)
-        codes = self._exit_codes()
-        return codes.keys() == left.keys() and not any(code is not None for code in codes.values())
+            return None
+        left, codes = waiting(self._scratch), self._ranks.exit_codes()
+        if codes.keys() != left.keys() or any(code is not None for code in codes.values()):
+            return None
+        return left[0] if len(set(left.values())) == 1 else ""
+
+    def _guide_newcomers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """Let ranks that have prepared join the others, or all start again; return None as long as they go on."""
+        assert self._newcomer is not None
+        if self._passed_on is not None or set(self._ranks.exit_codes().values()) != {None}:
+            self._newcomer.withdraw()
+            if self._passed_on is None and waiting(self._scratch):  # in vain, since another one has ended
+                self.signals.append(signal.SIGTERM)
+            return None
+        outlook = self._newcomer.outlook(self._left())
+        if outlook is Outlook.STAY:
+            return None
+        self._is_preparing = False
+        if outlook is Outlook.JOIN:
+            return self._regroup(worker_group)
+        self._newcomer = None
+        self._restart_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _regroup(self, worker_group: WorkerGroup) -> RunResult:
         """Meet the machines that are left, and give the ranks of this one their new places."""
@@ -180,33 +215,18 @@ class Agent(LocalElasticAgent):
         self._rendezvous(worker_group)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
+        set_joining(self._scratch, False)
         if self._stays:
             self._passed_on = None
             for worker in worker_group.workers:
-                give_place(self._scratch, worker.local_rank, self._place_of(worker))
+                give_place(self._scratch, worker.local_rank, variables_of(worker, worker_group, self._starts))
+            self._serve_newcomers()  # others may come just now
             return RunResult(state=WorkerState.HEALTHY)
         self._has_met = True
         for worker in worker_group.workers:
             give_place(self._scratch, worker.local_rank, None)
-        deadline = time.monotonic() + _ANSWERED_SECONDS
-        while None in self._exit_codes().values() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        self._ranks.wait(_ANSWERED_SECONDS)
         return self._end(goes_on=True)
-
-    def _place_of(self, worker: Worker) -> dict[str, str]:
-        group = self._worker_group
-        return {
-            "RANK": str(worker.global_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "MASTER_ADDR": str(group.master_addr),
-            "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._starts),
-            environment.MEMBERSHIP: os.environ[environment.MEMBERSHIP],
-        }
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:
@@ -219,25 +239,30 @@ class Agent(LocalElasticAgent):
             if self._start_method != "fork":
                 resource_tracker.ensure_running()  # would unblock it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.environ[environment.NEWCOMER] = "1" if self._is_preparing else ""
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._serve_signals():
             return self._end(goes_on=False)
-        codes = self._exit_codes()  # read once: a rank may fail between two questions
-        if any(self._is_failed(*rank) for rank in codes.items()):
+        codes = self._ranks.exit_codes()  # read once: a rank may fail between two questions
+        if any(self._ranks.is_failed(*rank, self._sent) for rank in codes.items()):
             return self._end_after(self._first_failure())
         news = self._machines.news()
         if news is not None:
-            self._close(signal.SIGTERM)
+            self._ranks.close(signal.SIGTERM)
             return self._follow(news)
-        if self._are_waiting():
+        if self._is_preparing:
+            if (joined := self._guide_newcomers(worker_group)) is not None:
+                return joined
+        elif self._left() is not None:
             return self._regroup(worker_group)
-        endings = [self._ending(*rank) for rank in codes.items()]
+        endings = [self._ranks.ending(*rank) for rank in codes.items()]
         if None in endings:
             self._serve_change()
             self._serve_replacement()
+            self._serve_newcomers()
             return RunResult(state=WorkerState.HEALTHY)
         if any(endings):
             if self._is_changing():
@@ -259,14 +284,14 @@ class Agent(LocalElasticAgent):
         while self.signals:
             number = self.signals.popleft()
             if self._passed_on is not None:
-                self._close(signal.SIGKILL)
+                self._ranks.close(signal.SIGKILL)
                 self.exit_code = self._leaving_code([])
                 return True
             # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
             if self._passed_on != signal.SIGINT:  # Ctrl-C ends the run
                 self._machines.announce_leaving(socket.gethostname())
-            self._signal_ranks(self._passed_on)
+            self._ranks.send(self._passed_on)
         return False
 
     def _serve_change(self) -> None:
@@ -275,11 +300,16 @@ class Agent(LocalElasticAgent):
             return
         if self._change is None and self._machines.is_time_for_change() and self._is_changing():
             assert self._change is not None
-            begins = self._change.is_joining and self._worker_group.group_rank == 0
-            self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
+            is_first = self._worker_group.group_rank == 0
+            if self._change.in_process:
+                self._signal_at = math.inf
+                set_joining(self._scratch, is_first)
+            else:
+                begins = self._change.is_joining and is_first
+                self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
             self._signal_at = math.inf
-            self._signal_ranks(signal.SIGTERM)
+            self._ranks.send(signal.SIGTERM)
 
     def _serve_replacement(self) -> None:
         """Leave the run for a machine that waits, if a rank has found this one slow."""
@@ -290,19 +320,22 @@ class Agent(LocalElasticAgent):
                 self._say(f"{socket.gethostname()} is slow and leaves the run for a machine that waits")
                 self.signals.append(signal.SIGTERM)
 
+    def _serve_newcomers(self) -> None:
+        """Announce whether they can join in the process, as the main process says."""
+        if self._worker_group.group_rank == 0:
+            self._machines.open_for(open_for(self._scratch))
+
     def _is_changing(self) -> bool:
-        """Return whether the ranks end because a machine joins or leaves, so that those that stay meet again."""
+        """Return whether a machine joins or leaves, so that those that stay meet again."""
         if self._change is None and (change := self._machines.change()) is not None:
             self._change = change
             if self._passed_on is None:
                 self._say(change.text)
         return self._change is not None and self._passed_on is None
 
-    def _signal_ranks(self, number: int) -> None:
-        codes, pids = self._exit_codes(), self._context.pids()
-        for local_rank in (rank for rank, code in codes.items() if code is None):
-            # Only to the process itself: the signal would kill its data loader workers, which the rank still needs.
-            os.kill(pids[local_rank], number)
+    def _ends_for_change(self) -> bool:
+        """Return whether the ranks end because a machine joins or leaves."""
+        return self._change is not None and not self._change.in_process and self._passed_on is None
 
     def _leaving_code(self, endings: list[int | None]) -> int:
         by_keyboard = self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings)
@@ -311,70 +344,32 @@ class Agent(LocalElasticAgent):
     # Ends of ranks
 
     @property
-    def _context(self) -> SubprocessContext | MultiprocessContext:
+    def _ranks(self) -> RankProcesses:
         assert isinstance(self._pcontext, (SubprocessContext, MultiprocessContext))
-        return self._pcontext
+        return RankProcesses(self._pcontext)
 
-    def _exit_codes(self) -> dict[int, int | None]:
-        """Return exit codes by local rank, negative for a signal; None for a rank that still runs."""
-        context = self._context
-        if isinstance(context, SubprocessContext):
-            return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-        assert context._pc is not None
-        return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
-
-    def _ending(self, local_rank: int, code: int | None) -> int | None:
-        """Return 0 for a rank that is done, 143 or 130 for one that has left, None for one that still runs."""
-        if code is None and isinstance(self._context, MultiprocessContext):
-            return 0 if value_file(self._context.error_files[local_rank]).exists() else None
-        return 143 if code is not None and code < 0 else code
-
-    def _is_failed(self, local_rank: int, code: int | None) -> bool:
-        error_file = self._context.error_files[local_rank]
-        if code is None:
-            return os.path.exists(error_file) and not self._is_ending(local_rank)
-        if code == 0 and isinstance(self._context, MultiprocessContext):
-            return not value_file(error_file).exists()
-        return code not in (0, *LEAVING) and not self._was_told(code)
-
-    def _is_ending(self, local_rank: int) -> bool:
-        """Return whether a rank has just written its error, so that it is about to exit."""
-        error_file = self._context.error_files[local_rank]
-        return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) <= _HANGING_SECONDS
-
-    def _was_told(self, code: int | None) -> bool:
-        """Return whether a rank with this exit code died of the signal that was forwarded to it."""
-        number = signal.SIGTERM if self._change and self._passed_on is None else self._passed_on
-        return number is not None and code == -number
+    @property
+    def _sent(self) -> int | None:
+        """The signal that was sent to end the ranks; None without one."""
+        return signal.SIGTERM if self._ends_for_change() else self._passed_on
 
     def _first_failure(self) -> Failure | None:
         """End all ranks and return the first failure; None if a rank only obeyed the forwarded signal."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while any(
-            code is None and (time.monotonic() < deadline or self._is_ending(rank))
-            for rank, code in self._exit_codes().items()
-        ):
-            time.sleep(0.05)
+        ranks = self._ranks
+        ranks.settle()
         if self._serve_signals():
             return None
-        codes, context = self._exit_codes(), self._context
-        failures = [
-            read_failure(worker.global_rank, code, context.error_files[rank], context.stderrs[rank])
-            for worker, (rank, code) in zip(self._worker_group.workers, sorted(codes.items()), strict=True)
-            if self._is_failed(rank, code) or (code is None and os.path.exists(context.error_files[rank]))
-        ]
-        self._close(signal.SIGTERM)
-        if any(map(self._was_told, codes.values())):
+        codes, sent = ranks.exit_codes(), self._sent
+        failures = ranks.failures(self.workers, codes, sent)
+        ranks.close(signal.SIGTERM)
+        if sent is not None and -sent in codes.values():
             return None  # other ranks may have failed because these had left
-        first, *others = sorted(failures, key=lambda failure: failure.time)
+        first, *others = failures
         for failure in others:
             error = failure.error.partition("\n")[0]
             ending = f"failed after that: {error}" if error else f"{failure.ending} after that"
             self._say(f"rank {failure.rank} {ending}")
         return first
-
-    def _close(self, number: signal.Signals) -> None:
-        self._context.close(number, _END_SECONDS)
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
@@ -392,7 +387,7 @@ class Agent(LocalElasticAgent):
             if failure is not None:
                 self._say(failure.error.partition("CutOffError: ")[2] or failure.report().message)
             return self._end(goes_on=True)
-        if self._is_changing():
+        if self._is_changing() and self._ends_for_change():
             if failure is not None:  # since others have left before it
                 self._say(failure.report().message)
             return self._end(goes_on=True)
@@ -429,8 +424,8 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _goes_on(self) -> bool:
-        """Decide whether to restart after a failure."""
-        if self._limit.failures == 0:
+        """Decide whether to restart after a failure; one of a newcomer must not come back with it to the others."""
+        if self._limit.failures == 0 or self._is_preparing:
             return False
         goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
         self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")

@@ -23,15 +23,15 @@ from torch.distributed.elastic.rendezvous import (
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import BEGUN, ENDED, HERE, MEMBERSHIP, PRESENCE, End, Facts, Here, Keeper, Published
+from trainer_kit.launch.keeper import BEGUN, ENDED, HERE, End, Facts, Here, Published
 from trainer_kit.launch.link import Link, published_at
-from trainer_kit.launch.membership import Membership, Right
-from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
-from trainer_kit.launch.presence import Presence
+from trainer_kit.launch.membership import Membership, Readiness, Right
+from trainer_kit.launch.news import BEGINS, GONE, OPEN, OUTCOME
 from trainer_kit.launch.rendezvous import Waiting
-from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_free_port, serve_store
+from trainer_kit.launch.served_store import ServedStore
+from trainer_kit.launch.store import answers, own_candidate, serve_free_port
 from trainer_kit.utils.membership_claim import read_claim
-from trainer_kit.utils.units import format_duration, join_names
+from trainer_kit.utils.units import join_names
 
 _LOOK_SECONDS = 1.0
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
@@ -62,6 +62,7 @@ class ElasticRendezvous(RendezvousHandler):
         membership: The membership for the ranks, see `environment.membership`.
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that this machine has met the others at.
+        readiness: What the ranks do while this machine waits for a place.
     """
 
     is_lasting = True
@@ -77,15 +78,14 @@ class ElasticRendezvous(RendezvousHandler):
         self._outside = Waiting(math.inf, say, is_stopped, by_command).until
         self._together = Waiting(_MEETING_SECONDS, say, is_stopped, by_command).until
         self._id = uuid.uuid4().hex
-        self._server: TCPStore | None = None
         self._rank_servers: deque[TCPStore] = deque(maxlen=2)  # ranks of the last membership may still be leaving
-        self._keeper: Keeper | None = None
-        self._presence: Presence | None = None
+        self._served: ServedStore | None = None
         self._link: Link | None = None
         self._past: tuple[Membership, ...] = ()
         self._published = Published()
         self._unsaid: list[str] = []
         self._has_claimed = self._is_outvoted = self._hands_over = self._has_begun = False
+        self.readiness = Readiness.NOT_STARTED
         self._end = End.OVER
         self._better: int | None = None  # candidate whose store has a newer membership
         self._next_look = 0.0
@@ -100,7 +100,7 @@ class ElasticRendezvous(RendezvousHandler):
     @property
     def serves(self) -> bool:
         """Whether this machine serves the store."""
-        return self._keeper is not None
+        return self._served is not None
 
     def answers(self) -> bool:
         """Return whether the store answers."""
@@ -108,7 +108,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def alive(self) -> int:
         """Return the number of machines that train together, without those that are gone if this one can tell."""
-        return self._keeper.alive() if self._keeper is not None else self._config.num_nodes
+        return self._served.keeper.alive() if self._served is not None else self._config.num_nodes
 
     def waiting(self) -> int:
         """Return the number of machines that wait for a place in the run.
@@ -137,6 +137,9 @@ class ElasticRendezvous(RendezvousHandler):
                 link = self._linked()
                 link.announce(self._facts())
                 published = self._meet(link)
+                if self.readiness is not Readiness.NOT_STARTED:
+                    self.readiness = Readiness.NOT_STARTED  # should it be lost, and come again
+                    self.announce()
                 self._enter(published)
                 store = PrefixStore(str(published.membership.number), link.store)
                 store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
@@ -172,7 +175,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def can_leave(self) -> bool:
         """Return whether the other machines can go on without this one."""
-        return self._keeper is None or self._keeper.has_successor(self._id)
+        return self._served is None or self._served.keeper.has_successor(self._id)
 
     def expect_to_leave(self) -> None:
         """Leave the store to the other machines at the end, since this machine leaves and they go on."""
@@ -192,7 +195,44 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _facts(self, has_left: bool = False) -> Facts:
         is_candidate = self._own is not None
-        return Facts(self._id, socket.gethostname(), self._past, self._has_claimed, is_candidate, has_left)
+        facts = self._past, self._has_claimed, is_candidate, has_left, self.readiness
+        return Facts(self._id, socket.gethostname(), *facts)
+
+    # Coming to a run that is under way
+
+    def running(self) -> Published | None:
+        """Return the membership that runs without this machine; None without one, or if this machine has its place.
+
+        Raises:
+            RuntimeError: If the connection to the store is broken, or this machine should wait at another one.
+            OSError: See `next_rendezvous`.
+            CutOffError: See `next_rendezvous`.
+            RendezvousGracefulExitError: See `next_rendezvous`.
+        """
+        link, last = self._linked(), self._past[-1].number if self._past else 0
+        self._check(link)
+        now = (published := link.published()).membership
+        return None if now.number <= last or self._id in now.machines else published
+
+    def open_for(self, running: Published) -> str | None:
+        """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+
+        Args:
+            running: The membership that runs.
+
+        Raises:
+            RuntimeError: If the connection to the store is broken.
+        """
+        keys = PrefixStore(str(running.membership.number), self._linked().store)
+        return keys.get(OPEN).decode() if keys.check([OPEN]) else None
+
+    def announce(self) -> None:
+        """Announce what this machine does.
+
+        Raises:
+            RuntimeError: If the connection to the store is broken.
+        """
+        self._linked().announce(self._facts())
 
     # The store
 
@@ -254,21 +294,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _serve(self) -> None:
         assert self._own is not None
-        config = self._config
-        if self._server is None:
-            self._server = serve_store(config, self._candidates[self._own])
-            own = PrefixStore(config.run_id, connect_store("127.0.0.1", self._server.port))
-            numbers = config.min_nodes or config.num_nodes, config.num_nodes
-            seconds = config.last_call_seconds, config.silence_seconds
-            self._presence = Presence()
-            is_only = len(self._candidates) == 1
-            self._keeper = Keeper(
-                own, *numbers, *seconds, self._serve_ranks, ended=self._presence.ended, is_only_store=is_only
-            )
-            self._keeper.start()
-        assert self._presence is not None
-        self._link = Link("127.0.0.1", self._server.port, config.run_id, config.sign_seconds, serves=True)
-        self._link.store.set(PRESENCE, str(self._presence.port))
+        if self._served is None:
+            self._served = ServedStore(self._config, self._candidates[self._own], self._serve_ranks)
+        self._link = self._served.link()
         self.store_number += 1
 
     def _serve_ranks(self) -> int:
@@ -285,19 +313,13 @@ class ElasticRendezvous(RendezvousHandler):
         if self._link is not None:
             self._link.stop()
             self._link = None
-        if self._keeper is not None:
-            self._keeper.halt()
-        self._end_store()
-
-    def _end_store(self) -> None:
-        self._keeper = self._server = None
-        if self._presence is not None:
-            self._presence.close()
-            self._presence = None
+        if self._served is not None:
+            self._served.abandon()
+            self._served = None
 
     def _has_better(self) -> bool:
         """Look for another candidate's store that this machine should wait at."""
-        formed = 0 if self._link is None else _published(self._link).membership.number
+        formed = 0 if self._link is None else self._link.published().membership.number
         last = self._past[-1].number if self._past else 0
         may_be_earlier = self._link is not None and formed <= last  # all wait at the first store that answers
         there = self._other_stores()
@@ -317,7 +339,7 @@ class ElasticRendezvous(RendezvousHandler):
 
         def published() -> Published:
             self._check(link)
-            return _published(link)
+            return link.published()
 
         def who() -> str:
             here, least = self._here(link), self._config.min_nodes or self._config.num_nodes
@@ -338,7 +360,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _enter(self, published: Published) -> None:
         """Belong to a membership, which counts from `confirm` on."""
-        self._note(published)
+        self._unsaid += published.describe(self._config)
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
         self._is_outvoted, self._better = False, None
@@ -390,24 +412,6 @@ class ElasticRendezvous(RendezvousHandler):
                 raise OSError("the machine with the store has waited for the others in vain; start all again")
             raise RendezvousGracefulExitError("the run has ended")
 
-    def _note(self, published: Published) -> None:
-        """Keep for `report` who is there, where the number of machines may change."""
-        config, count = self._config, len(published.membership.machines)
-        if config.min_nodes is None:
-            return
-        of = f"{count} of {config.num_nodes} machines"
-        if not published.bases:
-            first, *others = self._candidates
-            limit = format_duration(config.meeting_seconds)
-            if others:
-                then = f"{first} serves the store, and if it is lost, the next one of {', '.join(others)}"
-            else:
-                then = f"if the one at {first} is lost, which serves the store, the others wait up to {limit} for it"
-            self._unsaid.append(f"{of}, {config.min_nodes} are enough; {then}")
-            return
-        if published.gone or published.joined:
-            self._unsaid.append(f"{published.describe_change()}: {of} go on")
-
     def shutdown(self) -> bool:
         """Leave the run."""
         if self._link is not None:
@@ -416,11 +420,11 @@ class ElasticRendezvous(RendezvousHandler):
                     self._link.announce(self._facts(has_left=True))
             self._link.stop()
             self._link = None
-        if self._keeper is not None and self._hands_over:
-            self._keeper.hand_over(self._id)
-        elif self._keeper is not None:
-            self._keeper.stop(self._is_stopped, self._end)
-        self._end_store()
+        if self._served is not None and self._hands_over:
+            self._served.hand_over(self._id)
+        elif self._served is not None:
+            self._served.stop(self._is_stopped, self._end)
+        self._served = None
         return True
 
     def get_backend(self) -> str:
@@ -441,7 +445,3 @@ class ElasticRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         """Return the name of the run."""
         return self._config.run_id
-
-
-def _published(link: Link) -> Published:
-    return Published.from_json(link.store.get(MEMBERSHIP))

@@ -18,10 +18,12 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.membership import (
     Formed,
     Machine,
     Membership,
+    Readiness,
     Right,
     bases_of,
     newcomers,
@@ -29,8 +31,9 @@ from trainer_kit.launch.membership import (
     next_membership,
     right_to_follow,
     waiting,
+    without_preparing,
 )
-from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OPEN, OUTCOME, Change, News
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
@@ -75,6 +78,7 @@ class Facts(NamedTuple):
         has_claimed: Whether the output folder has been claimed.
         is_candidate: Whether it can serve the store.
         has_left: Whether it has left the run.
+        readiness: What its ranks do while it waits.
     """
 
     id: str
@@ -83,6 +87,7 @@ class Facts(NamedTuple):
     has_claimed: bool = False
     is_candidate: bool = False
     has_left: bool = False
+    readiness: Readiness = Readiness.NOT_STARTED
 
     def to_json(self) -> str:
         """Return the text of the store."""
@@ -91,8 +96,9 @@ class Facts(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Facts:
         """Read the text of the store."""
-        own, host, past, *rest = json.loads(text)
-        return cls(own, host, tuple(map(Membership.of, past)), *rest)
+        own, host, past, has_claimed, is_candidate, has_left, readiness = json.loads(text)
+        memberships = tuple(map(Membership.of, past))
+        return cls(own, host, memberships, has_claimed, is_candidate, has_left, Readiness(readiness))
 
 
 class Published(NamedTuple):
@@ -127,8 +133,26 @@ class Published(NamedTuple):
         past = tuple(map(Membership.of, bases))
         return cls(Membership.of(membership), tuple(numbers), past, Right(right), tuple(gone), tuple(joined), port)
 
-    def describe_change(self) -> str:
-        """Return who is gone and who has joined."""
+    def describe(self, config: LaunchConfig) -> list[str]:
+        """Return what the user needs to know of it, where the number of machines may change.
+
+        Args:
+            config: Launch configuration.
+        """
+        if config.min_nodes is None:
+            return []
+        of = f"{len(self.membership.machines)} of {config.num_nodes} machines"
+        if self.bases:
+            return [f"{self._describe_change()}: {of} go on"] if self.gone or self.joined else []
+        first, *others = config.candidates
+        limit = format_duration(config.meeting_seconds)
+        if others:
+            then = f"{first} serves the store, and if it is lost, the next one of {', '.join(others)}"
+        else:
+            then = f"if the one at {first} is lost, which serves the store, the others wait up to {limit} for it"
+        return [f"{of}, {config.min_nodes} are enough; {then}"]
+
+    def _describe_change(self) -> str:
         parts = []
         if self.gone:
             parts.append(f"{', '.join(self.gone)} {'is' if len(self.gone) == 1 else 'are'} gone")
@@ -218,6 +242,7 @@ class Keeper:
         self._arrived = self._looked = clock()
         self._here = Here()
         self._alive: list[Machine] = []
+        self._counted: list[Machine] = []  # those of them that count for the next membership
         self._left: set[str] = set()
         self._lost: list[str] = []  # as the machines of the last membership know it
         self._ended: deque[int] = deque() if ended is None else ended
@@ -291,7 +316,7 @@ class Keeper:
             self._store.set(ENDED, End.OVER.value)
             return
         is_over = self._clock() - self._arrived >= self._last_call
-        formed = next_membership(self._last, self._alive, self._least, self._most, is_over, self._is_only_store)
+        formed = next_membership(self._last, self._counted, self._least, self._most, is_over, self._is_only_store)
         if formed is not None:
             self._publish(formed)
         else:
@@ -302,7 +327,7 @@ class Keeper:
             self._store.set(HERE, here.to_json())
 
     def _count(self) -> Here:
-        here = waiting(self._last, self._alive)
+        here = waiting(self._last, self._counted)
         before = newest(self._last, here)
         ids = [machine.id for machine in here]
         hosts = tuple(host for machine, host in zip(before.machines, before.hosts, strict=True) if machine in ids)
@@ -314,11 +339,7 @@ class Keeper:
     def _announce_changes(self) -> None:
         """Announce in the running membership which machines can join, which are lost, and that it cannot begin."""
         running = PrefixStore(str(self._last.number), self._store)
-        coming = newcomers(self._last, self._alive, self._most)
-        if coming:
-            names = ", ".join(machine.host for machine in coming)
-            verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
-            change = Change(f"{names} {verb}: the run saves and goes on with {whom}", is_joining=True)
+        if (change := self._joining(running)) is not None:
             running.compare_set(CHANGE, "", change.to_json())
         staying = [machine for machine in self._last.machines if machine not in self._left]
         alive = {machine.id for machine in self._alive}
@@ -333,6 +354,23 @@ class Keeper:
                 text = f"{self._hosts[machine]} has not answered for {format_duration(seconds)}"
                 news = News(ProcessFailed(text, rank=-1, exit_code=None), goes_on=True, is_loss=True)
                 running.compare_set(FAILED, "", news.to_json())
+
+    def _joining(self, running: Store) -> Change | None:
+        """Return which machines can join the running membership, and how; None without any.
+
+        Those that are ready wait until it is open.
+        """
+        coming = newcomers(self._last, self._counted, self._most)
+        in_process = any(machine.readiness is Readiness.READY for machine in coming) and _is_open(running)
+        if not in_process:
+            coming = [machine for machine in coming if machine.readiness is not Readiness.READY]
+        if not coming:
+            return None
+        in_process &= all(machine.readiness is Readiness.READY for machine in coming)
+        names = ", ".join(machine.host for machine in coming)
+        verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
+        saves = "" if in_process else "saves and "
+        return Change(f"{names} {verb}: the run {saves}goes on with {whom}", is_joining=True, in_process=in_process)
 
     def _run(self) -> None:
         while not self._done.wait(_LOOK_SECONDS):
@@ -362,21 +400,25 @@ class Keeper:
             is_silent = now - self._beats[number][1] > self._patience
             if not own.has_left and not is_silent and self._numbers[own.id] == number:
                 is_new = number not in self._published
-                self._alive.append(
-                    Machine(number, own.id, own.host, own.past, own.has_claimed, own.is_candidate, is_new)
-                )
+                rest = own.past, own.has_claimed, own.is_candidate, own.readiness
+                self._alive.append(Machine(number, own.id, own.host, *rest, is_new))
         while self._ended:
             number = self._ended.popleft()
             self._gone.add(number)
             if number in self._beats:  # the last one may have come since they were read
                 self._beats[number] = (self._store.get(beat_key(number)), self._beats[number][1])
         self._alive = [machine for machine in self._alive if machine.number not in self._gone]
+        self._counted = without_preparing(self._last, self._alive, self._least)
 
     def _publish(self, formed: Formed) -> None:
-        before, now = newest(self._last, waiting(self._last, self._alive)), formed.membership
+        before, now = newest(self._last, waiting(self._last, self._counted)), formed.membership
         gone = tuple(host for own, host in zip(before.machines, before.hosts, strict=True) if own not in now.machines)
         joined = tuple(self._hosts[own] for own in now.machines if before.number and own not in before.machines)
         numbers = tuple(self._numbers[own] for own in now.machines)
         self._last, self._published, self._lost = now, numbers, []
         published = Published(now, numbers, formed.bases, formed.right, gone, joined, self._serve_ranks())
         self._store.set(MEMBERSHIP, published.to_json())
+
+
+def _is_open(running: Store) -> bool:
+    return running.check([OPEN]) and bool(running.get(OPEN))

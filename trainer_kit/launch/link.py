@@ -56,6 +56,10 @@ class Link:
         """
         self.store.set(machine_key(self.number), facts.to_json())
 
+    def published(self) -> Published:
+        """Return the newest membership of the store."""
+        return Published.from_json(self.store.get(MEMBERSHIP))
+
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life, and the store answers."""
         return self._thread.is_alive() and answers(self.address, self.port)

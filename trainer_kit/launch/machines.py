@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.news import CHANGE, FAILED, LOST, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, LOST, OPEN, Change, News
 from trainer_kit.launch.rendezvous import StaticRendezvous
 
 _LOOK_SECONDS = 1.0
@@ -35,6 +36,8 @@ class Machines:
         self._config = config
         self.rendezvous = rendezvous
         self._next_look = self._next_change = 0.0
+        self._next_opening = 0.0
+        self._open = ""
         self._store: Store | None = None
         self._place, self._count = 0, 1
 
@@ -52,11 +55,13 @@ class Machines:
             count: Number of machines.
         """
         self._store, self._place, self._count = store, place, count
-        self._next_look = 0.0
+        self._next_look = self._next_opening = 0.0
+        self._open = ""
 
     def leave(self) -> None:
-        """Release the store of the last rendezvous."""
+        """Release the store of the last rendezvous: this machine is alone until the next one."""
         self._store = None
+        self._place, self._count = 0, 1
 
     def gather(self, text: str) -> list[str]:
         """Return the texts of all machines, by place. Collective over machines.
@@ -157,6 +162,23 @@ class Machines:
         except RuntimeError:  # the store is gone
             return None
 
+    def open_for(self, digest: str | None) -> None:
+        """Announce the digest of the training that newcomers can join in the process; None if there is none.
+
+        A change is announced within a second.
+
+        Args:
+            digest: The digest.
+        """
+        text = digest or ""
+        if text == self._open or time.monotonic() < self._next_opening:
+            return
+        self._next_opening = time.monotonic() + _LOOK_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if self._is_reachable():
+                self._reach().set(OPEN, text)
+                self._open = text
+
     def can_be_replaced(self) -> bool:
         """Return whether the others can go on without this machine, and another one waits for its place."""
         try:
@@ -203,7 +225,7 @@ class Machines:
 
     def _is_reachable(self) -> bool:
         """Return whether the store answers; a request to the store itself might block for long."""
-        if self._config.num_nodes == 1:
+        if self._config.num_nodes == 1 or self._store is None:
             return False
         return self.rendezvous.answers()
 

@@ -38,6 +38,19 @@ class Membership(NamedTuple):
         return cls(number, tuple(machines), run, tuple(hosts))
 
 
+class Readiness(str, enum.Enum):
+    """What the ranks of a machine do that waits for a place in the run."""
+
+    NOT_STARTED = "not started"
+    """They start with the ranks of all other machines, once it has a place."""
+
+    PREPARING = "preparing"
+    """They prepare the training alone, so that it takes no place before they are ready."""
+
+    READY = "ready"
+    """They can join the ranks of the others, which stay in their processes."""
+
+
 class Machine(NamedTuple):
     """A launcher that is alive, as the keeper of the store sees it.
 
@@ -48,6 +61,7 @@ class Machine(NamedTuple):
         past: Its last confirmed membership and later ones, by number; empty before the first.
         has_claimed: Whether a process of it has confirmed that the main process claimed the output folder.
         is_candidate: Whether it can serve the store.
+        readiness: What its ranks do while it waits.
         is_new: Whether it has connected since the keeper published its last membership.
     """
 
@@ -57,6 +71,7 @@ class Machine(NamedTuple):
     past: tuple[Membership, ...] = ()
     has_claimed: bool = False
     is_candidate: bool = False
+    readiness: Readiness = Readiness.NOT_STARTED
     is_new: bool = False
 
     @property
@@ -90,6 +105,19 @@ class Formed(NamedTuple):
     membership: Membership
     bases: tuple[Membership, ...]
     right: Right
+
+
+def without_preparing(last: Membership, alive: Iterable[Machine], least: int) -> list[Machine]:
+    """Return the machines that count for the next membership: those that prepare do only where the others are too few.
+
+    Args:
+        last: The membership that the keeper published last.
+        alive: All machines that give signs of life.
+        least: Smallest number of machines.
+    """
+    alive = list(alive)
+    others = [each for each in alive if each.readiness is not Readiness.PREPARING or each.id in last.machines]
+    return others if len(others) >= least else alive
 
 
 def waiting(last: Membership, alive: Iterable[Machine]) -> list[Machine]:

@@ -13,6 +13,10 @@ FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
 LOST = "trainer_kit/lost"
 """Key under which the names of machines stand that give no sign of life and have not left."""
 
+OPEN = "trainer_kit/open"
+"""Key under which the digest of the training stands that newcomers can join in the process; "" if they no longer can.
+"""
+
 OUTCOME = "trainer_kit/outcome"
 """Key under which the first of two values stands: `BEGINS` once all machines have come, `GONE` if one cannot come."""
 
@@ -25,10 +29,12 @@ class Change(NamedTuple):
     Attributes:
         text: What happens, for the user.
         is_joining: Whether a machine joins, so that the others end their ranks; one that leaves has ended its own.
+        in_process: Whether the ranks stay in their processes.
     """
 
     text: str
     is_joining: bool
+    in_process: bool = False
 
     def to_json(self) -> str:
         """Return the text of the store."""

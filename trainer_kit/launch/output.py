@@ -48,6 +48,7 @@ class OutputFiles(LogsSpecs):
                 files.tee_stderrs[local_rank] = files.stderrs[local_rank]
             self._files |= {files.stdouts[local_rank], files.stderrs[local_rank]} - {""}
             error_file = self.scratch / f"{name}-{attempt}.error.json"
+            error_file.unlink(missing_ok=True)  # of a newcomer that has ended before it had its place
             files.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         return files
 

@@ -96,7 +96,8 @@ def run_processes(
     say, logs = say or _say, logs or Logs()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_kit_")))
-        settings = {environment.PROGRESS_FILE: str(scratch / "progress"), environment.MEMBERSHIP: ""}
+        settings = {environment.PROGRESS_FILE: str(scratch / "progress")}
+        settings |= {environment.MEMBERSHIP: "", environment.NEWCOMER: ""}  # the agent sets them
         if config.min_nodes is not None:
             settings[environment.REGROUP_FOLDER] = str(scratch)
         stack.enter_context(set_variables(variables(config) | settings))

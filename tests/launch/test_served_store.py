@@ -1,0 +1,71 @@
+"""The store of a run, on the machine that serves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from kit.ranks import free_port
+
+from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.keeper import ENDED, End, Facts
+from trainer_kit.launch.link import Link
+from trainer_kit.launch.served_store import ServedStore
+from trainer_kit.launch.store import answers
+
+
+@pytest.fixture
+def config() -> LaunchConfig:
+    return LaunchConfig(num_nodes=2, min_nodes=1, master_port=free_port(), last_call=1.0, cpu=True)
+
+
+@pytest.fixture
+def served(config: LaunchConfig) -> Iterator[ServedStore]:
+    ports = iter([4000])
+    store = ServedStore(config, "127.0.0.1", lambda: next(ports))
+    yield store
+    store.keeper.halt()
+
+
+def members(own: Link) -> set[str]:
+    """The machines of the first membership."""
+    while not own.published().membership.number:
+        time.sleep(0.01)
+    return set(own.published().membership.machines)
+
+
+def test_its_machines_meet(config: LaunchConfig, served: ServedStore) -> None:
+    own = served.link()
+    other = Link("127.0.0.1", config.port, config.run_id, 0.05)
+    other.announce(Facts("other", "host"))
+    own.announce(Facts("own", "host"))
+    assert (own.number, other.number) == (0, 1)
+    assert members(own) == {"own", "other"}
+    assert other.published().port == 4000
+    for each in (own, other):
+        each.stop()
+    served.abandon()
+
+
+def test_it_can_end_without_the_end_of_the_run(config: LaunchConfig, served: ServedStore) -> None:
+    own = served.link()
+    own.announce(Facts("own", "host"))
+    members(own)
+    served.hand_over("own")
+    assert not own.store.check([ENDED]), "no other machine belongs to the run, so that it waits for none"
+    own.stop()
+
+
+def test_its_end_is_announced(config: LaunchConfig, served: ServedStore) -> None:
+    own = served.link()
+    own.announce(Facts("own", "host", has_left=True))
+    served.stop(lambda: False, End.GIVEN_UP)
+    assert own.store.get(ENDED).decode() == End.GIVEN_UP
+    own.stop()
+
+
+def test_a_port_that_another_program_uses(config: LaunchConfig, served: ServedStore) -> None:
+    assert answers("127.0.0.1", config.port)
+    with pytest.raises(OSError, match=f"master_port={config.port} is in use on this machine"):
+        ServedStore(config, "127.0.0.1", lambda: 0)
