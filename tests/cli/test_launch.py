@@ -250,7 +250,7 @@ def test_the_first_failure_ends_the_run_and_is_shown_last(rank_0: str, tmp_path:
     *before, report = done.stderr.split("trainer-kit launch: ")
     assert re.fullmatch(
         r"rank 1 on \S+ failed (with exit code 1|and had to be ended):\nTraceback \(most recent call last\):\n"
-        r'  File "\S+train.py", line 11, in <module>\n    main\(\)\n'
+        r'  File "\S+train.py", line 11, in <module>\n    main\(\)\n( +~+\^+\n)?'
         r'(  File "\S+train.py", line \d+, in main\n    raise ValueError\("boom"\)\n)ValueError: boom\n',
         report,
     ), report

@@ -174,6 +174,7 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
     import torch.distributed as dist
 
     from trainer_kit.strategies import ddp
+    from trainer_kit.utils.thread_pool import renew_thread_pool
 
     multiprocessing.set_start_method(None, force=True)  # data workers are forked, as from a process of a command
     os.environ.clear()
@@ -181,6 +182,9 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
     warnings.simplefilter("error")  # as setup.cfg has it
     for kind in (DeprecationWarning, SyntaxWarning):
         warnings.filterwarnings("ignore", "invalid escape sequence", kind)
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+    warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0", RuntimeWarning)
+    renew_thread_pool()
     dist.set_debug_level(dist.DebugLevel.OFF)
     connection = Client(("127.0.0.1", port), authkey=b"ranks")
     connection.send(os.getpid())

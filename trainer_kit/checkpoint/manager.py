@@ -154,6 +154,8 @@ class CheckpointManager:
             ValueError: If there is no such checkpoint, or it has another dataset, seed or optimizer.
         """
         run = self.run
+        if environment.is_newcomer():  # it gets its state from those that it joins
+            return
         self._starts_again = bool(request)
         if request is True and self.copier is not None and run.strategy.collectives.on_main(lambda: self.lock.is_held):
             self.resumed_from = self._find_or_recover(self.copier.root)

@@ -109,9 +109,12 @@ class Regrouping:
             yield
         finally:
             group.expect_regroup(False)
-            if self._is_open:
-                set_open(self._folder, None)
-            self._is_open = False
+
+    def close(self) -> None:
+        """Take in no newcomers any more."""
+        if self._is_open:
+            set_open(self._folder, None)
+        self._is_open = False
 
     def look_for_newcomers(self) -> None:
         """Make the request that they join, if the launcher says that some are ready."""
@@ -181,6 +184,8 @@ class Regrouping:
                 self.checkpoints.copier.drain()
         number, requests = run.strategy.collectives.local_rank, run.requests
         place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None)
+        if place is None and environment.is_newcomer():
+            raise SystemExit(143)
         if place is None:
             raise end if isinstance(end, LostProcessError) else LostProcessError("new processes go on with the run")
         assert group is not None, "the launcher gives a place only to those that can join"

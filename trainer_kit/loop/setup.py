@@ -11,7 +11,6 @@ import torch
 from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.checkpoint.user_states import check_stateful, check_storable
-from trainer_kit.config import environment
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.map_loader import LoaderConfig
@@ -67,8 +66,7 @@ def set_up_training(
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
     checkpoints.lock_folder()
-    # A newcomer gets its state from those that it joins.
-    checkpoints.find(None if environment.is_newcomer() else run.strategy.collectives.broadcast(resume))
+    checkpoints.find(run.strategy.collectives.broadcast(resume))
     initial.load_late(checkpoints.source)
     loader = make_train_loader(run, reading, saved=checkpoints.earlier_plan)
     finder = BatchSizeFinder(run, loader) if args.auto_find_batch_size else None

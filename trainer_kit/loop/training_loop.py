@@ -185,6 +185,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Release the prefetched batches, the loader's workers, copies on the device, and connections."""
+        self._regrouping.close()
         self._step.close()
         self._sync.close()
         self.run.requests.exit_code = None

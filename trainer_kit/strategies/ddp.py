@@ -174,9 +174,10 @@ class DDP(SingleDevice, Regroupable):
     @property
     def regroupable(self) -> Regroupable | None:
         # NCCL's collectives do not fail when a peer is lost: those processes start again.
-        # One that trains alone has lost all others, or will join some.
-        is_own = environment.regroup_folder() is not None and (self.group.is_own or self.group.is_alone)
-        return self if is_own and self.device.type == "cpu" else None
+        # One that trains alone, and has replicas, has lost all others or will join some.
+        is_own = self.group.is_own or (self.group.is_alone and bool(self._replicas))
+        is_possible = environment.regroup_folder() is not None and is_own and self.device.type == "cpu"
+        return self if is_possible else None
 
     def facts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         facts = {f"parameter {place} of group {number}": str(list(parameter.shape))
