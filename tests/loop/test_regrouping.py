@@ -5,6 +5,7 @@ No process is lost here, and no launcher deals the places: see tests/scenarios/t
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -222,6 +223,7 @@ def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int,
         for variable, value in variables.items():
             patch.setenv(variable, value)
         patch.setattr(regrouping, "ask_for_place", place)
+        patch.setattr(regrouping, "_numbers", itertools.count(1))  # these processes may have trained before
         joins = LetsJoin(folder, is_first=stops_at is None and os.environ["RANK"] == "0")
         ends = [task.StopAt(stops_at)] if stops_at is not None and stops_at > 0 else []
         trainer = task.make_trainer(

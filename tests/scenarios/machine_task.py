@@ -162,20 +162,20 @@ class DiesAmongOthers(Dies):
 
     def wrap_healing(self) -> None:
         """Let the others need the weights of the main process, and this machine die as they are sent."""
-        set_up, share = regrouping.Regrouping._set_up, MultiNode.share_model
+        heal, share = regrouping.Regrouping._heal, MultiNode.share_model
 
         def need(own: regrouping.Regrouping, group: Any) -> Any:
             if not own.run.strategy.is_main and not self.died.exists():
                 own.is_whole = False
                 for parameter in own.run.model.parameters():
                     torch.nn.init.constant_(parameter, 7.0)
-            return set_up(own, group)
+            return heal(own, group)
 
         def send(*args: Any) -> None:
             self.die()
             share(*args)
 
-        regrouping.Regrouping._set_up = need  # type: ignore[method-assign]
+        regrouping.Regrouping._heal = need  # type: ignore[method-assign]
         MultiNode.share_model = send  # type: ignore[method-assign]
 
 

@@ -154,14 +154,17 @@ def test_a_killed_machine_comes_back(elastic: Elastic) -> None:
     elastic.machines.kill(2)
     elastic.wait_for_text("2 processes keep 6 samples a step: 3 each instead of 2", commands[0])
     commands[2] = elastic.start(2)
-    elastic.wait_for_text(f"{HOSTS[2]} joins: the run saves and goes on with it", commands[0])
+    elastic.wait_for_text(f"{HOSTS[2]} joins: the run goes on with it", commands[0])
     ended = finish(*commands)
     elastic.check(*ended)
+    assert len(elastic.processes()) == 4, "the others have stayed in their processes"
+    assert {json.loads(each.out)["state"] for each in ended} == {json.loads(ended[0].out)["state"]}
     assert "3 processes keep 6 samples a step: 2 each instead of 3" in ended[0].err
     assert f"{HOSTS[2]} has joined: 3 of 3 machines go on" in ended[1].err
     lost, joined = elastic.memberships()
     assert (lost["lost"], lost["processes"], joined["joined"], joined["processes"]) == ([HOSTS[2]], 2, [HOSTS[2]], 3)
-    assert (joined["again"], joined["in_process"]) == (0, False)
+    assert (joined["again"], joined["in_process"], joined["cause"]) == (0, True, "")
+    assert 0 < joined["pause"] < 30
     assert "1 machine lost, 1 came again, " in ended[0].err
     assert "; restart " not in ended[0].err + ended[1].err
 
