@@ -32,7 +32,7 @@ from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.new_place import NEW, are_joining, ask_for_place, set_open
 from trainer_kit.utils.schedule_free import set_training
-from trainer_kit.utils.units import format_duration, pluralize
+from trainer_kit.utils.units import format_count, format_duration
 
 logger = logging.getLogger("trainer_kit")
 
@@ -159,12 +159,13 @@ class Regrouping:
                 end = error
                 if attempt == _ATTEMPTS:
                     raise
-        left, seconds = run.strategy.world_size, time.perf_counter() - begin
-        self._vain_at = run.state.step if left == processes and isinstance(end, LostProcessError) else None
-        logger.info(
-            "went on with %s instead of %d at step %d after %s: %s", f"{left} {pluralize('process', left)}", processes,
-            run.state.step, format_duration(seconds), end,
-        )  # fmt: skip
+        left, pause = run.strategy.world_size, format_duration(time.perf_counter() - begin)
+        sizes = f"{format_count(left, 'process')} instead of {processes}"
+        if isinstance(end, LostProcessError):
+            self._vain_at = run.state.step if left == processes else None
+            logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, pause, end)
+        else:
+            logger.info("%s from step %d: others joined; the run stood still for %s", sizes, run.state.step, pause)
         run.ledger.enter("loop")
         return loader
 
