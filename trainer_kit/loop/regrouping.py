@@ -159,13 +159,13 @@ class Regrouping:
                 end = error
                 if attempt == _ATTEMPTS:
                     raise
-        left, pause = run.strategy.world_size, format_duration(time.perf_counter() - begin)
+        left, stood = run.strategy.world_size, format_duration(time.perf_counter() - begin)
         sizes = f"{format_count(left, 'process')} instead of {processes}"
         if isinstance(end, LostProcessError):
             self._vain_at = run.state.step if left == processes else None
-            logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, pause, end)
+            logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, stood, end)
         else:
-            logger.info("%s from step %d: others joined; the run stood still for %s", sizes, run.state.step, pause)
+            logger.info("%s from step %d: others joined; the run stood still for %s", sizes, run.state.step, stood)
         run.ledger.enter("loop")
         return loader
 
