@@ -1,7 +1,8 @@
-"""Seconds from the loss of a machine to the next step of the others, in their processes and with new ones.
+"""Seconds from the loss of a machine to the next step of the others, and for which they stand still when it is back.
 
 Three machines are network namespaces of this one, with one process each; one machine is killed by SIGKILL in the middle
-of the run. A checkpoint is saved every 5 steps. Needs Linux and root.
+of the run, and started again. The others go on in their processes, or with new ones. A checkpoint is saved every 5
+steps. Needs Linux and root.
 
 Run: python benchmarks/goodput.py [TURNS]
 """
@@ -54,8 +55,11 @@ def task(folder: Path) -> None:
     Trainer(model, args, data, compute_loss=loss, callbacks=[Marks()]).train(resume_from_checkpoint=True)
 
 
-def measured(with_new_processes: bool) -> tuple[float, int]:
-    """Return the seconds from the kill to the next step that was not taken before, and the steps taken twice."""
+def measured(with_new_processes: bool) -> tuple[float, int, float]:
+    """Return the seconds from the kill to the next new step, the steps taken twice, and the seconds of the return.
+
+    The last are those between two steps of the run, the second one of which is the first of the machine that is back.
+    """
     kit: Any = importlib.import_module("scenarios.machines")
     with tempfile.TemporaryDirectory() as name, kit.made_machines(Path(name), 3) as machines:
         folder = Path(name) / "shared"
@@ -71,15 +75,25 @@ def measured(with_new_processes: bool) -> tuple[float, int]:
         known = max(step for _, step in taken(folder))
         wait_for(lambda: max(step for _, step in taken(folder)) > known + 3)
         after = [each for each in taken(folder) if each[0] > killed]
+        known_files = set(folder.glob("steps-*"))
+        machines.start(2, *words, preloaded=False, **settings)
+        wait_for(lambda: len(set(folder.glob("steps-*")) - known_files) >= (3 if with_new_processes else 1))
         (folder / "stop").touch()
+        first = min(moment for path in set(folder.glob("steps-*")) - known_files for moment, _ in taken_by(path))
+        before = max(moment for path in known_files for moment, _ in taken_by(path) if moment < first - STEP_SECONDS)
         new = min(moment for moment, step in after if step > known + 1)
         again = {step for moment, step in after if step <= known}
-        return new - killed, len(again)
+        return new - killed, len(again), first - before - STEP_SECONDS
 
 
 def taken(folder: Path) -> list[tuple[float, int]]:
     """Return time and number of the steps that processes have taken."""
-    lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
+    return [each for path in folder.glob("steps-*") for each in taken_by(path)]
+
+
+def taken_by(path: Path) -> list[tuple[float, int]]:
+    """Return time and number of the steps in a process's file."""
+    lines = [line.split() for line in path.read_text().splitlines()]
     return [(float(each[0]), int(each[1])) for each in lines if len(each) == 2]
 
 
@@ -98,13 +112,18 @@ def main() -> None:
     turns = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     for name, with_new_processes in (("in the process", False), ("with new processes", True)):
         results = [measured(with_new_processes) for _ in range(turns)]
-        seconds = [each for each, _ in results]
-        spread = f"from {min(seconds):.2f} to {max(seconds):.2f}"
+        lost, back = ([each[place] for each in results] for place in (0, 2))
         print(
-            f"{name:<20}{statistics.median(seconds):7.2f} s from SIGKILL to the next new step ({spread}), "
-            f"{max(again for _, again in results)} steps taken twice",
+            f"{name:<20}{statistics.median(lost):7.2f} s from SIGKILL to the next new step ({spread(lost)}), "
+            f"{max(again for _, again, _ in results)} steps taken twice; "
+            f"{statistics.median(back):.2f} s of standing still for its return ({spread(back)})",
             flush=True,
         )
+
+
+def spread(seconds: list[float]) -> str:
+    """Return the smallest and the largest value."""
+    return f"from {min(seconds):.2f} to {max(seconds):.2f}"
 
 
 if __name__ == "__main__":

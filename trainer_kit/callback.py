@@ -101,11 +101,12 @@ class Callback:
         """Called after a non-finite step, when the run is restored from the checkpoint in `directory`."""
 
     def on_regroup(self, run: Run) -> None:
-        """Called after a loss of other processes, when this one goes on with those that are left.
+        """Called when this process goes on without processes that were lost, or with some that have joined.
 
-        A process that was a step behind has the state of another one, callbacks' states included. The step that broke
-        is taken again, with all its events. `run.strategy.is_main` has changed on the next process if the main one is
-        lost.
+        A process that was a step behind, or has joined, has the state of another one, callbacks' states included. A
+        step that broke is taken again, with all its events. `run.strategy.is_main` has changed on the next process if
+        the main one is lost. A process that joins has called `on_train_begin` before, with the state of a new run, and
+        where `run.strategy.world_size` was 1.
         """
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:

@@ -169,6 +169,27 @@ def test_a_killed_machine_comes_back(elastic: Elastic) -> None:
     assert "; restart " not in ended[0].err + ended[1].err
 
 
+def test_a_machine_that_has_joined_goes_on_alone(elastic: Elastic) -> None:
+    """It has taken from the other one all that the run needs: samples, log, checkpoints and memberships."""
+    elastic.candidates = 2
+    commands = [elastic.start(number, nodes="1:2") for number in range(2)]
+    elastic.wait_for_step(5, commands[0])
+    elastic.machines.kill(1)
+    elastic.wait_for_text("went on with 1 process instead of 2 at step", commands[0])
+    commands[1] = elastic.start(1, nodes="1:2")
+    elastic.wait_for_text("2 processes instead of 1 from step", commands[0])
+    elastic.machines.kill(0)
+    (ended,) = finish(commands[1])
+    elastic.check(ended)
+    assert len(elastic.processes()) == 3, "no process was started a second time"
+    changes = [(each["processes_before"], each["processes"], each["in_process"]) for each in elastic.memberships()]
+    assert changes == [(2, 1, True), (1, 2, True), (2, 1, True)]
+    assert "this process is the main one now" in ended.err
+    assert "finished: 2 machines lost, 1 came again, " in ended.err
+    last = json.loads(ended.out)["step"]
+    assert (elastic.run / f"checkpoint-{last}").is_dir()
+
+
 def test_a_cable_is_cut_and_mended(elastic: Elastic) -> None:
     """Long enough for TCP, which tries again after ever longer pauses."""
     commands = elastic.start_all(pause=0.8)
