@@ -51,7 +51,8 @@ class MaxTime(Callback):
         return {"elapsed": self.elapsed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._earlier, self._begin = state_dict["elapsed"], None
+        self._earlier = state_dict["elapsed"]
+        self._begin = None if self._begin is None else time.monotonic()  # in a training that goes on
 
     def _check(self, run: Run) -> None:
         if self.elapsed >= self.seconds and not run.requests.stop:

@@ -59,7 +59,7 @@ def test_an_epoch_that_got_shorter_may_be_over(position: int, length: int, epoch
 
 
 def test_requests_begin_unasked() -> None:
-    assert dataclasses.astuple(Requests()) == (False, False, False, False, False, False, None, None, None)
+    assert dataclasses.astuple(Requests()) == (False, False, False, False, False, False, False, None, None, None)
 
 
 def test_what_can_be_kept_in_a_checkpoint() -> None:

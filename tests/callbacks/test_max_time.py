@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from trainer_kit import Trainer
 from trainer_kit.callback import Callback
 from trainer_kit.callbacks import MaxTime
 from trainer_kit.run import Run
+from trainer_kit.state import Requests
 
 
 class Clock(Callback):
@@ -40,6 +43,20 @@ def test_training_ends_after_the_time_and_a_resume_counts_on(tmp_path: Path, mon
     assert train(0.5, resume=False) == 3
     assert train(datetime.timedelta(seconds=50), resume=True) == 5
     assert train(0.5, resume=True) == 5
+
+
+def test_time_goes_on_in_a_training_that_takes_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback, or in a process that joins others, no training begins."""
+    clock, limit = Clock(monkeypatch), MaxTime(1.0)
+    run: Any = SimpleNamespace(requests=Requests())
+    limit.on_train_begin(run)
+    clock.now += 50
+    limit.load_state_dict({"elapsed": 30.0})
+    assert limit.elapsed == 30
+    clock.now += 40
+    limit.on_step_end(run)
+    assert limit.elapsed == 70
+    assert run.requests.stop
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, datetime.timedelta(0), float("inf")])

@@ -36,6 +36,7 @@ class Heals(Callback):
             state["exp_avg"].fill_(rank)
         run.state.samples = 100 + rank
         run.stateful["own"] = Own(rank)
+        last = list(run.model.parameters())[-1].requires_grad_(rank % 2 == 1)
         checkpoints = CheckpointManager(run, CallbackList([]))
         checkpoints.lay_out(trainer_loader(run))
         checkpoints.data_state = {"rank": rank}
@@ -43,7 +44,10 @@ class Heals(Callback):
         values = {float(value.float().mean()) for value in run.model.state_dict().values()}
         moments = {float(state["exp_avg"].mean()) for state in run.optimizer.state.values()}
         own, data = run.stateful["own"].state_dict()["value"], checkpoints.data_state
-        self.result = (healed.taken, healed.extra, values, moments, run.state.samples - 100, own, data)
+        assert healed.joined == any(each.step < 0 for each in self.progress)
+        self.result = (
+            healed.taken, healed.extra, values, moments, run.state.samples - 100, own, data, last.requires_grad
+        )  # fmt: skip
 
 
 class Own:
@@ -81,8 +85,9 @@ def heal_ranks(folder: str, progress: list[Progress]) -> Any:
         ([Progress(4, 7, False), Progress(4, 7, True), Progress(4, 8, True)], 2),
         ([Progress(4, 7, True), Progress(4, 8, True), Progress(5, 0, False)], 0),
         ([Progress(5, 7, True), Progress(5, 7, True), Progress(4, 7, True)], 0),
+        ([Progress(5, 7, True), Progress(5, 7, True), Progress(-1, 0, False)], 0),
     ],
-    ids=["a later step", "a later request", "the main process", "the first of several"],
+    ids=["a later step", "a later request", "the main process", "the first of several", "for one that joins"],
 )
 def test_the_newest_whole_state_wins(tmp_path: Path, progress: list[Progress], source: int) -> None:
     results = on_ranks(3, heal_ranks, str(tmp_path), progress)
@@ -91,7 +96,7 @@ def test_the_newest_whole_state_wins(tmp_path: Path, progress: list[Progress], s
         kept = source if is_behind else rank
         # The weights of all are the source's.
         assert result == (
-            is_behind, f"of rank {kept}", {float(source)}, {float(kept)}, kept, kept, {"rank": kept}
+            is_behind, f"of rank {kept}", {float(source)}, {float(kept)}, kept, kept, {"rank": kept}, kept % 2 == 1
         )  # fmt: skip
 
 

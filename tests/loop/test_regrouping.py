@@ -183,7 +183,7 @@ class LetsJoin(Callback):
 
     def __init__(self, folder: str, is_first: bool) -> None:
         self.folder, self.is_first = Path(folder), is_first
-        self.joined_at = -1
+        self.joined_at, self.joins = -1, 0
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == BREAK and self.is_first and self.joined_at < 0:
@@ -196,9 +196,18 @@ class LetsJoin(Callback):
 
     def on_regroup(self, run: Run) -> None:
         self.joined_at = run.state.step
+        self.joins += 1
 
 
-def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int, int, dict[str, Any]]:
+class LetsJoinAhead(LetsJoin):
+    """Makes no requests, so that the vote of a step begins within it."""
+
+    is_reporter = True
+
+
+def join(
+    folder: str, port: int, kind: type[LetsJoin], stops_at: int | None = None
+) -> tuple[str, int, int, dict[str, Any]]:
     """Return a checksum of the state in the end, the step of the join, the last one and facts of the process."""
     is_newcomer = os.environ["RANK"] == "2" and stops_at is None
 
@@ -215,7 +224,9 @@ def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int,
         variables = {
             "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINER_KIT_ELASTIC": "1",
             "TORCHELASTIC_RESTART_COUNT": "0", "TRAINER_KIT_REGROUP_FOLDER": folder,
-        } | ({"TRAINER_KIT_NEWCOMER": "1"} if is_newcomer else {"TRAINER_KIT_MEMBERSHIP": "run/1/0/0"})  # fmt: skip
+            "TRAINER_KIT_NEWCOMER": str(int(is_newcomer)),
+            "TRAINER_KIT_MEMBERSHIP": "" if is_newcomer else "run/1/0/0",
+        }  # fmt: skip
         if stops_at is None:
             variables |= JOINED if is_newcomer else STAYED
         elif stops_at < 0:
@@ -224,7 +235,7 @@ def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int,
             patch.setenv(variable, value)
         patch.setattr(regrouping, "ask_for_place", place)
         patch.setattr(regrouping, "_numbers", itertools.count(1))  # these processes may have trained before
-        joins = LetsJoin(folder, is_first=stops_at is None and os.environ["RANK"] == "0")
+        joins = kind(folder, is_first=stops_at is None and os.environ["RANK"] == "0")
         ends = [task.StopAt(stops_at)] if stops_at is not None and stops_at > 0 else []
         trainer = task.make_trainer(
             Path(folder) / "run", joins, *ends, strategy=DDP(device="cpu"), async_save=False, on_resize="keep",
@@ -237,29 +248,32 @@ def join(folder: str, port: int, stops_at: int | None = None) -> tuple[str, int,
         state = task.checksum(run.model.state_dict(), run.optimizer.state_dict(), averages, place_of_rate)
         losses = (run.state.loss_sum, run.state.loss_steps)
         facts = {"losses": losses, "is_main": run.strategy.is_main, "id": trainer._loop.checkpoints.run_id}  # type: ignore[union-attr]
+        facts["joins"] = joins.joins
         facts["entries"] = [(each.processes, each.in_process) for each in run.ledger.memberships.entries]
         return state, joins.joined_at, output.global_step, facts
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_process_joins_with_the_bits_of_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LetsJoin, LetsJoinAhead])
+def test_a_process_joins_with_the_bits_of_a_resume(tmp_path: Path, kind: type[LetsJoin]) -> None:
     """A run of 2 processes that a third one joins ends as one that stops at that step and resumes on 3."""
     store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     (tmp_path / "run").mkdir()
-    joined = on_ranks(3, join, str(tmp_path), store.port)
+    joined = on_ranks(3, join, str(tmp_path), store.port, kind)
     at = joined[0][1]
     assert BREAK <= at <= BREAK + 1
     assert {each[:3] for each in joined} == {(joined[0][0], at, 12)}
     assert [each[3].pop("is_main") for each in joined] == [True, False, False]
     assert joined[1][3] == joined[2][3] == joined[0][3]
     assert joined[0][3]["entries"] == [(2, False), (3, True)]
+    assert joined[0][3]["joins"] == 1
 
     (tmp_path / "resumed" / "run").mkdir(parents=True)
     folder = str(tmp_path / "resumed")
     for processes, stop in ((2, at), (3, -1)):
         store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-        resumed = on_ranks(processes, join, folder, store.port, stop)
+        resumed = on_ranks(processes, join, folder, store.port, kind, stop)
     assert resumed[0][2] == 12
     assert resumed[0][0] == joined[0][0]
     assert resumed[0][3]["losses"] == joined[0][3]["losses"]

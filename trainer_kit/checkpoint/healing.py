@@ -92,13 +92,21 @@ def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
     run = checkpoints.run
     assert run.optimizer is not None
     states = checkpoints.states(checkpoints.saver.committed, run.strategy.optimizer_state(run.optimizer), False)
-    return states | {"metric": checkpoints.metric, "log_means": run.means.state_dict()}
+    trained = [parameter.requires_grad for parameter in run.model.parameters()]
+    return states | {
+        "metric": checkpoints.metric,
+        "log_means": run.means.state_dict(),
+        "resumed_from": checkpoints.resumed_from,
+        "trained": trained,
+    }
 
 
 def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     run = checkpoints.run
     assert run.optimizer is not None
     run.state.load_state_dict(states["trainer"]["counters"])
+    for parameter, is_trained in zip(run.model.parameters(), states["trained"], strict=True):
+        parameter.requires_grad_(is_trained)
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
     run.lr_scheduler.load_state_dict(states["lr_scheduler"])
     if run.strategy.precision is not None:
@@ -106,6 +114,7 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.events.load_state_dict(states["callbacks"])
     run.means.load_state_dict(states["log_means"])
     checkpoints.data_state, checkpoints.metric = states["data"], states["metric"]
+    checkpoints.resumed_from = states["resumed_from"]
     checkpoints.shifts_labels, checkpoints.run_id = states["trainer"]["shifts_labels"], states["trainer"]["run_id"]
     for name, entry in run.stateful.items():
         entry.load_state_dict(states[name])

@@ -238,10 +238,10 @@ class CheckpointManager:
             assert self._earlier is not None
             report_changes(run, self.plan, self._earlier)
         self.run_id = run.strategy.collectives.broadcast(self.run_id)  # any process may become the main one
-        if self.copier is not None:
-            self.copier.open()
         if environment.is_newcomer():  # the folder belongs to those that it joins
             return
+        if self.copier is not None:
+            self.copier.open()
         run.strategy.collectives.on_main(self._take_folder)
         self.saver.base = refer_to_base(run)
         self.saver.writers.ranks = run.strategy.session.find_writers(self.folder)

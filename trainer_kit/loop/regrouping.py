@@ -60,6 +60,7 @@ class Regrouping:
 
     Attributes:
         is_whole: Whether the state of this process is that of a moment between two steps.
+        is_open: Whether this is the main process of a training that others can join.
         is_newcomer: Whether this process has prepared the training alone, and has not joined the others yet.
         served: Number of requests that this process has served.
         has_own_scheduler: The argument of the same name.
@@ -81,7 +82,7 @@ class Regrouping:
         self.served = 0
         self._number = next(_numbers)
         self._folder = Path(environment.regroup_folder() or "")
-        self._is_open = False
+        self.is_open = False
         self._reading = reading
         self._loader = loader
         self._loss = loss
@@ -95,6 +96,11 @@ class Regrouping:
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
         return self.run.strategy.regroupable is not None and can_be_placed
 
+    @property
+    def _can_join(self) -> bool:
+        """Whether processes can join this training; each has its own folder for copies in memory."""
+        return self.is_possible and self.checkpoints.copier is None
+
     @contextlib.contextmanager
     def expected(self, group: Regroupable | None) -> Iterator[None]:
         """Enclose steps in which processes may be lost and others may join; None: they cannot."""
@@ -102,8 +108,8 @@ class Regrouping:
             yield
             return
         group.expect_regroup(True)
-        self._is_open = self.run.strategy.is_main
-        if self._is_open:
+        self.is_open = self.run.strategy.is_main and self._can_join
+        if self.is_open:
             set_open(self._folder, self._digest(group))
         try:
             yield
@@ -112,13 +118,13 @@ class Regrouping:
 
     def close(self) -> None:
         """Take in no newcomers any more."""
-        if self._is_open:
+        if self.is_open:
             set_open(self._folder, None)
-        self._is_open = False
+        self.is_open = False
 
     def look_for_newcomers(self) -> None:
         """Make the request that they join, if the launcher says that some are ready."""
-        if self._is_open and are_joining(self._folder):
+        if are_joining(self._folder):
             self.run.requests.join = True
 
     def go_on(self, end: LostProcessError | NewcomersReadyError, step_begun: int | None) -> TrainLoader | StreamLoader:
@@ -142,16 +148,17 @@ class Regrouping:
         for attempt in range(1, _ATTEMPTS + 1):
             _forget_frames(end)
             group = self._meet(group, end)
+            run.requests.join = False
             try:
                 self._take_over()
-                is_first, healed = self.is_newcomer, self._heal(group)
+                healed = self._heal(group)
                 loader = self._set_up(healed)
-                self._finish_save(None if is_first else committed, was_saving)
-                committed, was_saving = list(self.checkpoints.saver.committed), False
+                self._finish_save(None if self.is_newcomer else committed, was_saving)
+                committed, was_saving, self.is_newcomer = list(self.checkpoints.saver.committed), False, False
                 again = int(step_begun is not None and run.state.step < step_begun)
                 cause = str(end) if isinstance(end, LostProcessError) else ""
-                pause = run.strategy.collectives.broadcast(time.perf_counter() - since)  # a newcomer has waited longer
-                note_regroup(run, cause, pause, again)
+                known = cause, time.perf_counter() - since, again
+                note_regroup(run, *run.strategy.collectives.broadcast(known))  # newcomers know less
                 since, step_begun = time.perf_counter(), None
                 self.events.call("on_regroup", run)
                 break
@@ -162,7 +169,7 @@ class Regrouping:
         left, stood = run.strategy.world_size, format_duration(time.perf_counter() - begin)
         sizes = f"{format_count(left, 'process')} instead of {processes}"
         if isinstance(end, LostProcessError):
-            self._vain_at = run.state.step if left == processes else None
+            self._vain_at = run.state.step if left == processes and not healed.joined else None
             logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, stood, end)
         else:
             logger.info("%s from step %d: others joined; the run stood still for %s", sizes, run.state.step, stood)
@@ -174,7 +181,7 @@ class Regrouping:
         run, membership = self.run, environment.membership()
         words = NEW
         if environment.is_newcomer():
-            words += self._digest(group) if group is not None and self.is_possible else ""
+            words += self._digest(group) if group is not None and self._can_join else ""
         else:
             assert group is not None
             assert membership is not None
@@ -184,7 +191,9 @@ class Regrouping:
             if self.checkpoints.copier is not None:
                 self.checkpoints.copier.drain()
         number, requests = run.strategy.collectives.local_rank, run.requests
-        place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None)
+        # Where others join, nothing is lost: the next vote serves a signal.
+        stays = isinstance(end, NewcomersReadyError) and not environment.is_newcomer()
+        place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None and not stays)
         if place is None and environment.is_newcomer():
             raise SystemExit(143)
         if place is None:
@@ -213,11 +222,11 @@ class Regrouping:
 
     def _heal(self, group: Regroupable) -> Healed:
         run, checkpoints = self.run, self.checkpoints
-        own = Progress(-1 if self.is_newcomer else run.state.step, self.served, self.is_whole)
+        own = Progress(-1, 0, False) if self.is_newcomer else Progress(run.state.step, self.served, self.is_whole)
         group.restore_buffers()
         extra = self._requests(), checkpoints.plan.state_dict()
         healed = heal(checkpoints, group, own, extra, self._begin_to_change)
-        self.served, self.is_whole, self.is_newcomer = healed.progress.served, True, False
+        self.served, self.is_whole = healed.progress.served, True
         return healed
 
     def _set_up(self, healed: Healed) -> TrainLoader | StreamLoader:
@@ -226,7 +235,9 @@ class Regrouping:
         requests, plan = healed.extra
         if healed.taken:
             run.requests.log, run.requests.evaluate, save, stop = requests
-            run.requests.save, run.requests.stop = run.requests.save or save, run.requests.stop or stop
+            keeps = not self.is_newcomer  # which has asked for what a new run does
+            run.requests.save = save or (keeps and run.requests.save)
+            run.requests.stop = stop or (keeps and run.requests.stop)
         if healed.joined:
             checkpoints.saver.base = refer_to_base(run)
         run.model.zero_grad()

@@ -116,30 +116,26 @@ class TrainingLoop:
             self._step.group = group
             try:
                 with self._regrouping.expected(group):
-                    self._go_to_last_step()
+                    self._sync.open(self.events.may_request_late)
+                    # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
+                    if self._sync.sync():
+                        self._handle_requests()
+                    in_epoch = False
+                    while state.step < run.total_steps and not self._is_stopping:
+                        if self._sync.pending.join:
+                            self._let_others_join()
+                        if not in_epoch:
+                            self.events.call("on_epoch_begin", run)
+                            self._step.prefetch()
+                        global_batch = self._step.run()
+                        in_epoch = not global_batch.closes_epoch
+                        self._end_step(global_batch)
+                    self._read_metrics()
                 return
             except NonFiniteError as error:
                 self._roll_back(error)
             except (LostProcessError, NewcomersReadyError) as error:
                 end = error
-
-    def _go_to_last_step(self) -> None:
-        run, state = self.run, self.run.state
-        self._sync.open(self.events.may_request_late)
-        # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
-        if self._sync.sync():
-            self._handle_requests()
-        in_epoch = False
-        while state.step < run.total_steps and not self._is_stopping:
-            if self._sync.pending.join:
-                self._let_others_join()
-            if not in_epoch:
-                self.events.call("on_epoch_begin", run)
-                self._step.prefetch()
-            global_batch = self._step.run()
-            in_epoch = not global_batch.closes_epoch
-            self._end_step(global_batch)
-        self._read_metrics()
 
     def finish(self) -> TrainOutput:
         """Summarize the training, serve the remaining requests, and wait for the last checkpoint.
@@ -214,7 +210,8 @@ class TrainingLoop:
             self._has_checked_space = True
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
         requests, schedule, step = run.requests, self._schedule, run.state.step
-        self._regrouping.look_for_newcomers()
+        if self._regrouping.is_open:
+            self._regrouping.look_for_newcomers()
         requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
         requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
         if global_batch.closes_epoch:
@@ -302,8 +299,10 @@ class TrainingLoop:
         is_newcomer = parts.is_newcomer
         self.loader = self.crash_dump.loader = parts.go_on(end, step_begun)
         if is_newcomer:
-            self._beginning, self._has_checked_space = Beginning(run), True  # the others have checked it
-        self._saved_step = self._records_metric = None  # the save may have been given up; a newcomer does not know it
+            self._beginning = Beginning(run)
+        self._saved_step = None  # the save may have been given up
+        self._recorded = self._records_metric = None  # as in those that have joined
+        self._has_checked_space = False
         unread = self._metrics.drop_losses(self._newest_checkpoint)
         if unread:
             logger.warning(

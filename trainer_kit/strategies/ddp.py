@@ -138,6 +138,8 @@ class DDP(SingleDevice, Regroupable):
         """
         super().setup()
         joins = self.group.join(self.device, self._location())
+        if self.world_size != self.group.place.world_size:
+            self.collectives.take_place()
         if joins or self.group.is_newcomer:
             # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
             multiprocessing.util.Finalize(None, shut_down, exitpriority=10)
@@ -183,7 +185,8 @@ class DDP(SingleDevice, Regroupable):
         facts = {f"parameter {place} of group {number}": str(list(parameter.shape))
                  for number, group in enumerate(optimizer.param_groups)
                  for place, parameter in enumerate(group["params"])}  # fmt: skip
-        return model_facts(model) | {"optimizer": type(optimizer).__name__} | facts
+        model_now = {name: text.replace(", frozen", "") for name, text in model_facts(model).items()}  # it is healed
+        return model_now | {"strategy": type(self).__name__, "optimizer": type(optimizer).__name__} | facts
 
     def expect_regroup(self, is_expected: bool) -> None:
         self.group.goes_on = is_expected

@@ -216,6 +216,8 @@ class ProcessGroup:
         if self._membership is not None:
             self._membership.recover()
             return False
+        if environment.is_elastic() and not environment.is_newcomer():  # an earlier training may have changed it
+            self.place, self.is_newcomer = environment.place(), False
         if self.is_alone:
             return False
         self._membership = Membership.join(self.place, device, self.timeout, self.patience, location)

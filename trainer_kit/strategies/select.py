@@ -62,6 +62,8 @@ def _name(args: TrainingArguments, place: environment.Place) -> tuple[str, str]:
     started = f"a launcher started {place.world_size} processes ({environment.launcher()})"
     if place.has_several_machines:
         return "multinode", f"{started}, {place.local_world_size} of them on this machine"
+    if environment.is_elastic():
+        return "multinode", f"{started}, and other machines may join"
     return "ddp", started
 
 
