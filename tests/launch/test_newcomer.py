@@ -17,6 +17,7 @@ from trainer_kit.launch import newcomer as newcomers
 from trainer_kit.launch.keeper import Published
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.newcomer import Newcomer, Outlook
+from trainer_kit.utils.new_place import NEW
 
 
 @pytest.fixture
@@ -207,6 +208,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.readiness, self.announced = Readiness.NOT_STARTED, list[Readiness]()
+        self.said = list[str]()
         self.published: Published | None = Published(Membership(3, ("a", "b")))
         self.digest: str | None = "digest"
         self.is_lost = False
@@ -231,7 +233,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> tuple[Newcomer, Meeting, Clock]:
     made, clock = Meeting(), Clock()
     rendezvous: Any = made
     monkeypatch.setattr(newcomers.time, "monotonic", clock.monotonic)
-    return Newcomer(rendezvous, lambda text: None), made, clock
+    return Newcomer(rendezvous, made.said.append), made, clock
 
 
 @pytest.mark.parametrize("way", ["none runs", "closed", "unknown", "lost"])
@@ -279,6 +281,27 @@ def test_ranks_that_cannot_join_start_again_with_the_others(
         run.readiness = Readiness.PREPARING
     assert own.outlook("new/digest") is Outlook.START_AGAIN
     assert run.readiness is Readiness.NOT_STARTED
+    is_told = run.announced[-1] is Readiness.NOT_STARTED  # before the ranks have ended
+    assert is_told == (way != "lost")
+    reason = {
+        "other": ", whose training differs from that of the run or is at another place of the script",
+        "closed": " now", "not opened": " now",
+    }.get(way)  # fmt: skip
+    again = "they start again with those of the other machines"
+    expected = [] if reason is None else [f"the run cannot take in these processes{reason}: {again}"]
+    assert run.said[1:] == expected
+
+
+@pytest.mark.parametrize("digest", ["", "digest"])
+def test_ranks_that_refuse_to_join_start_again_with_the_others(
+    digest: str, meeting: tuple[Newcomer, Meeting, Clock]
+) -> None:
+    """Also while the run takes in none."""
+    own, run, _ = meeting
+    own.begin()
+    run.digest = digest
+    assert own.outlook(NEW) is Outlook.START_AGAIN
+    assert Readiness.READY not in run.announced
 
 
 def test_ranks_that_end_take_no_place(meeting: tuple[Newcomer, Meeting, Clock]) -> None:
