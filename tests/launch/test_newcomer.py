@@ -203,6 +203,43 @@ def test_a_newcomer_that_prepares_is_taken_where_the_others_are_too_few(joining:
     assert not {before[0].pid, prepared} & set(pids(after)), "they start together"
 
 
+@pytest.mark.distributed
+def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machine(full: Joining) -> None:
+    for machine in range(3):
+        full.start(machine)
+    before = full.wait_for_places(2)
+    spare = ({0, 1, 2} - {note.machine for note in before}).pop()
+    prepared = newcomer(full, spare)
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    check_undisturbed(full, before)
+    lost = before[1]
+    full.launchers[lost.machine].kill()
+    os.kill(lost.pid, signal.SIGKILL)
+    (full.folder / "meeting-1").touch()  # rank 0 has noticed the loss
+    assert pids(full.wait_for_places(2, after=1)) == [before[0].pid, prepared]
+    assert full.end() == {before[0].machine: 0, lost.machine: -signal.SIGKILL, spare: 0}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_spare_from_the_beginning_ends_with_the_run_or_by_a_signal(is_open: bool, full: Joining) -> None:
+    if not is_open:
+        (full.folder / "closed").touch()
+    for machine in range(3):
+        full.start(machine)
+    before = full.wait_for_places(2)
+    spare = ({0, 1, 2} - {note.machine for note in before}).pop()
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    begin = time.monotonic()
+    full.launchers[spare].send_signal(signal.SIGTERM)
+    assert full.exit_code(spare) == 143
+    assert time.monotonic() - begin < 5
+    check_undisturbed(full, before)
+    full.start(spare)
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    assert full.end() == {0: 0, 1: 0, 2: 0}
+
+
 class Meeting:
     """What a newcomer sees of a run."""
 

@@ -24,6 +24,7 @@ from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.failures import Failure
+from trainer_kit.launch.link import RunIsOpenError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
@@ -118,7 +119,10 @@ class Agent(LocalElasticAgent):
             self._starts = running.membership.number
             self._remaining_restarts = worker_group.spec.max_restarts - self._starts
             os.environ[environment.MEMBERSHIP] = ""
-        super()._initialize_workers(worker_group)
+        try:
+            super()._initialize_workers(worker_group)
+        except RunIsOpenError:  # it has begun without this machine, which waits for a place
+            self._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, unless the ranks start before that.

@@ -201,6 +201,18 @@ class Here(NamedTuple):
         who = f"{join_names(names)} {'is' if len(names) == 1 else 'are'}"
         return f"{who} {len(self.hosts)} of {self.of}{', without the first one' if is_half else ''}"
 
+    def missing(self, own: str, config: LaunchConfig) -> str:
+        """Return whom the machines wait for.
+
+        Args:
+            own: See `describe`.
+            config: Launch configuration.
+        """
+        if not self.may_follow:
+            return f"the other machines, since {self.describe(own)}"
+        least = f"at least {config.min_nodes}" if config.min_nodes else config.num_nodes
+        return f"a machine ({self.total} of {least} came)"
+
 
 class Keeper:
     """Watches the machines' signs of life and publishes memberships.

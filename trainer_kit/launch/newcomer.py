@@ -50,17 +50,21 @@ class Newcomer:
     def begin(self) -> Published | None:
         """Return the membership whose training the ranks prepare; None if they start with those of the others.
 
+        A machine that waits for a place after that asks again once the run takes in newcomers: see `RunIsOpenError`.
+
         Raises:
             OSError: See `ElasticRendezvous.next_rendezvous`.
             CutOffError: See `ElasticRendezvous.next_rendezvous`.
         """
         rendezvous = self._rendezvous
+        rendezvous.can_prepare = True
         try:
             running = None if rendezvous.is_outvoted() else rendezvous.running()
             if running is None or not rendezvous.open_for(running):
                 return None
             rendezvous.readiness = Readiness.PREPARING
             rendezvous.announce()
+            rendezvous.can_prepare = False
         except (RuntimeError, RendezvousGracefulExitError):  # the meeting finds another store, or reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
             return None
