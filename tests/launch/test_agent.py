@@ -91,6 +91,7 @@ def test_ranks_stay_where_all_others_have_left_one_membership_or_are_newcomers(
         monkeypatch.setattr(each, "_left", lambda left=left: left or None)
     assert together(*(partial(meet, each) for each in agents)) == [""] * 3
     assert [each._stays for each in agents] == [stays] * 3
+    assert [each._machines.rendezvous.stays for each in agents] == [left != "" for left in words]
 
 
 @pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])

@@ -138,6 +138,7 @@ class Agent(LocalElasticAgent):
             return
         self._change = None
         words, missed_end = self._words(), self._machines.missed_end()
+        rendezvous.stays = bool(words[-1])
         while True:
             self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
             self._machines.leave()

@@ -63,6 +63,7 @@ class ElasticRendezvous(RendezvousHandler):
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that this machine has met the others at.
         readiness: What the ranks do while this machine waits for a place.
+        stays: Whether the ranks wait for the next membership in their processes.
         can_prepare: Whether the ranks, which have not started, could prepare once the run takes in newcomers.
     """
 
@@ -85,7 +86,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._past: tuple[Membership, ...] = ()
         self._published = Published()
         self._unsaid: list[str] = []
-        self._has_claimed = self._is_outvoted = self._hands_over = self._has_begun = self.can_prepare = False
+        self._has_claimed = self._is_outvoted = self._hands_over = self._has_begun = False
+        self.can_prepare = self.stays = False
         self.readiness = Readiness.NOT_STARTED
         self._end = End.OVER
         self._better: int | None = None  # candidate whose store has a newer membership
@@ -196,7 +198,7 @@ class ElasticRendezvous(RendezvousHandler):
             self._say(_TAKEN)
 
     def _facts(self, has_left: bool = False) -> Facts:
-        facts = self._past, self._has_claimed, self._own is not None, has_left, self.readiness
+        facts = self._past, self._has_claimed, self._own is not None, has_left, self.readiness, self.stays
         return Facts(self._id, socket.gethostname(), *facts)
 
     # Coming to a run that is under way
