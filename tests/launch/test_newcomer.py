@@ -221,6 +221,29 @@ def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machi
 
 
 @pytest.mark.distributed
+def test_a_machine_with_another_training_leaves_those_that_stay_after_a_loss_in_their_processes(tmp_path: Path) -> None:
+    """It joins in the membership that follows, whose ranks save first."""
+    run = Joining(tmp_path, min_nodes=1)
+    try:
+        before = begin(run, machines=3)
+        run.start(3, digest="other")
+        run.wait_for_text("the run cannot take in these processes, whose training differs", 3)
+        lost = before[2]
+        run.launchers[lost.machine].kill()
+        os.kill(lost.pid, signal.SIGKILL)
+        (run.folder / "meeting-1").touch()  # rank 0 has noticed the loss
+        after = run.wait_for_places(3, after=2)
+        assert not set(pids(before)) & set(pids(after))
+        assert after[2].machine == 3
+        for note in before[:2]:
+            assert [each.membership for each in run.notes()[note.pid]] == [1, 2]
+        assert "joins: the run saves and goes on with it" in run.said(before[0].machine)
+        assert run.end() == {lost.machine: -signal.SIGKILL} | {note.machine: 0 for note in after}
+    finally:
+        run.close()
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_spare_from_the_beginning_ends_with_the_run_or_by_a_signal(is_open: bool, full: Joining) -> None:
     if not is_open:
