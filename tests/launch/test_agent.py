@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.meetings import Meetings, together
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
@@ -91,6 +93,31 @@ def test_ranks_stay_where_all_others_have_left_one_membership_or_are_newcomers(
         monkeypatch.setattr(each, "_left", lambda left=left: left or None)
     assert together(*(partial(meet, each) for each in agents)) == [""] * 3
     assert [each._stays for each in agents] == [stays] * 3
+    assert [each._machines.rendezvous.stays for each in agents] == [left != "" for left in words]
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["stay", "end"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_machine_that_was_to_leave_when_its_ranks_met_the_others_leaves_after_that(
+    number: int | None, is_open: bool, meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks have a place before they obey the signal; or new ones would have to start."""
+    agents = [agent(meetings, number, tmp_path / str(number)) for number in range(3)]
+    monkeypatch.setattr(Agent, "_ranks", SimpleNamespace(wait=lambda seconds: None))
+    for place, each in enumerate(agents):
+        (tmp_path / str(place)).mkdir()
+        left = "run/1" if is_open or place else ""
+        monkeypatch.setattr(each, "_left", lambda left=left: left)
+    leaving, *others = agents[2], *agents[:2]
+    leaving._passed_on = number
+    states = together(*(partial(each._regroup, each._worker_group) for each in agents))
+    assert {result.state for result in states} == {WorkerState.HEALTHY if is_open else WorkerState.FAILED}
+    goes_on = is_open or number is None
+    assert leaving._passed_on == number
+    assert leaving.exit_code == (None if goes_on else 130 if number == signal.SIGINT else 143)
+    assert (leaving._remaining_restarts > 0) == (not is_open and number is None)
+    changes = {change and change.text.partition(" ")[2] for change in (each._machines.change() for each in others)}
+    assert changes == {"leaves: the run saves and goes on without it" if number == signal.SIGTERM else None}
 
 
 @pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])

@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.launch import elastic_rendezvous
 from trainer_kit.launch.keeper import Facts, Published, machine_key
+from trainer_kit.launch.link import RunIsOpenError
 from trainer_kit.launch.membership import Readiness
 from trainer_kit.launch.news import BEGINS, CHANGE, OPEN, OUTCOME, Change
 
@@ -189,6 +190,33 @@ def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
     assert late._link is not None
     facts = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
     assert (facts.readiness, facts.past) == (Readiness.NOT_STARTED, ()), "it runs, until it comes again"
+
+
+@pytest.mark.parametrize("change", ["", "one leaves"])
+def test_a_spare_can_prepare_once_the_run_takes_in_newcomers(change: str, elastic: Meetings) -> None:
+    """Not while the run changes its machines: the spare may have a place then."""
+    machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
+    *others, spare = machines
+    spare.can_prepare = True
+    with ThreadPoolExecutor(1) as pool:
+        infos = together(*(machine.next_rendezvous for machine in others))
+        waits = pool.submit(spare.next_rendezvous)
+        if change:
+            infos[0].store.set(CHANGE, Change(change, is_joining=False).to_json())
+        for text in ("", "digest"):
+            time.sleep(0.5)
+            assert not waits.done()
+            infos[0].store.set(OPEN, text)
+        if not change:
+            with pytest.raises(RunIsOpenError):
+                waits.result(timeout=30)
+            return
+        time.sleep(0.5)
+        assert not waits.done()
+        others[1].shutdown()
+        again = ThreadPoolExecutor(1).submit(others[0].next_rendezvous)
+        assert waits.result(timeout=30).world_size == again.result(timeout=30).world_size == 2
+        assert not spare.can_prepare
 
 
 def test_a_machine_that_prepares_hears_of_the_end(elastic: Meetings) -> None:

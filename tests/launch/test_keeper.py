@@ -272,6 +272,29 @@ def test_a_machine_that_prepares_is_taken_where_the_others_are_too_few(pair: Lau
     assert pair.published.numbers == (0, number)
 
 
+def test_a_machine_that_has_not_started_leaves_ranks_in_their_processes() -> None:
+    """It joins in the membership that follows, whose ranks save before they end."""
+    launchers = Launchers(most=4)
+    for _ in range(2):
+        launchers.come()
+    launchers.pass_time(4)
+    first, ready, number = launchers.membership, launchers.come(**READY), launchers.come(**READY)
+    launchers.store.set(f"1/{OPEN}", "digest")
+    launchers.pass_time(1)
+    assert Change.from_json(launchers.told(CHANGE) or b"").in_process
+    launchers.wait(number)  # its ranks cannot join after all
+    for other in (0, 1):
+        launchers.wait(other, first, stays=True)
+    launchers.pass_time(1)
+    assert launchers.published.numbers == (0, 1, ready)
+    change = Change.from_json(launchers.told(CHANGE) or b"")
+    assert change == Change("host-3 joins: the run saves and goes on with it", is_joining=True)
+    for other in (0, 1, ready):
+        launchers.wait(other, launchers.membership)
+    launchers.pass_time(1)
+    assert launchers.published.numbers == (0, 1, ready, number)
+
+
 def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:
     for _ in range(4):
         launchers.come()

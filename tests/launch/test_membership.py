@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.memberships import Network
 
-from trainer_kit.errors import CutOffError
 from trainer_kit.launch.membership import (
-    Formed,
     Machine,
     Membership,
     Readiness,
     Right,
     bases_of,
+    counted,
     newcomers,
     next_membership,
     right_to_follow,
     waiting,
-    without_preparing,
 )
-from trainer_kit.utils.membership_claim import MembershipClaim, MembershipPlace
 
 
 def membership(number: int, machines: str) -> Membership:
@@ -40,8 +36,8 @@ def running(machine: str) -> Machine:
     return Machine(ord(machine), machine, f"host-{machine}", (BEFORE,))
 
 
-def returned(machine: str, *past: Membership, has_claimed: bool = False) -> Machine:
-    return Machine(ord(machine), machine, f"host-{machine}", past or (LAST,), has_claimed)
+def returned(machine: str, *past: Membership, has_claimed: bool = False, stays: bool = False) -> Machine:
+    return Machine(ord(machine), machine, f"host-{machine}", past or (LAST,), has_claimed, stays=stays)
 
 
 def fresh(machine: str) -> Machine:
@@ -129,11 +125,11 @@ def test_machines_that_prepare_count_where_the_others_are_too_few() -> None:
     here = [running("a"), running("b")]
     preparing = fresh("d")._replace(readiness=Readiness.PREPARING)
     ready = fresh("e")._replace(readiness=Readiness.READY)
-    assert without_preparing(LAST, [preparing, *here], 2) == here
-    assert without_preparing(LAST, [preparing, *here, ready], 2) == [*here, ready]
-    assert without_preparing(LAST, [preparing, *here], 3) == [preparing, *here]
+    assert counted(LAST, [preparing, *here], 2) == here
+    assert counted(LAST, [preparing, *here, ready], 2) == [*here, ready]
+    assert counted(LAST, [preparing, *here], 3) == [preparing, *here]
     taken = running("c")._replace(readiness=Readiness.PREPARING)
-    assert without_preparing(LAST, [*here, taken], 2) == [*here, taken], "the others wait for it"
+    assert counted(LAST, [*here, taken], 2) == [*here, taken], "the others wait for it"
 
 
 @pytest.mark.parametrize(
@@ -220,11 +216,11 @@ def test_machines_that_prepare_neither_displace_nor_delay_others(
     ]  # the first to arrive
     everyone = [*alive, *preparing]
     order.shuffle(everyone)
-    counted = without_preparing(last, everyone, least)
+    count = counted(last, everyone, least)
     if len(alive) < least:
-        assert set(counted) == set(everyone)
+        assert set(count) == set(everyone)
         return
-    alone, found = (next_membership(last, each, least, most, over) for each in (alive, counted))
+    alone, found = (next_membership(last, each, least, most, over) for each in (alive, count))
     if alone is None:
         assert found is None
     else:
@@ -232,167 +228,65 @@ def test_machines_that_prepare_neither_displace_nor_delay_others(
         assert (found.membership.machines, found.bases, found.right) == (
             alone.membership.machines, alone.bases, alone.right,
         )  # fmt: skip
-    assert newcomers(last, counted, most) == newcomers(last, alive, most)
+    assert newcomers(last, count, most) == newcomers(last, alive, most)
 
 
-@dataclasses.dataclass
-class Launcher:
-    """What a launcher knows, and which store it is connected to."""
+@given(situations(), st.booleans(), st.sets(st.sampled_from("ghi"), min_size=1), st.randoms(), st.booleans())
+def test_machines_whose_ranks_would_end_those_that_stay_join_later(
+    situation: tuple[Membership, list[Machine], int, int], over: bool, names: set[str], order: random.Random, only: bool
+) -> None:
+    """Members wait in their processes, and some newcomers can join them there."""
+    last, alive, least, most = situation
+    members = [each._replace(stays=True, past=(last,)) for each in alive if each.id in last.machines]
+    ready = [each._replace(readiness=Readiness.READY, past=()) for each in alive if each.id not in last.machines]
+    others = [Machine(place - 5, name, name) for place, name in enumerate(names)]  # the first to arrive
+    for store in (last, Membership()):  # also a new one
+        everyone = [*members, *ready, *others]
+        order.shuffle(everyone)
+        count = counted(store, everyone, least, only)
+        found = next_membership(store, count, least, most, over, only)
+        if members and len(members) + len(ready) >= least:
+            assert {each.id for each in count} == {each.id for each in (*members, *ready)}
+            assert found == next_membership(store, [*members, *ready], least, most, over, only)
+        else:
+            assert set(count) == set(everyone), "the others are needed"
+        if found is not None:
+            now = found.membership
+            coming = newcomers(now, counted(now, everyone, least, only), most)
+            outside = len(everyone) - len(now.machines)
+            assert len(coming) == min(outside, most - len(now.machines)), "they are announced in the one that follows"
 
-    id: str
-    past: tuple[Membership, ...] = ()
-    has_claimed: bool = False
-    is_outvoted: bool = False
-    is_preparing: bool = False
-    store: int = -1
-    number: int = -1
+
+@pytest.mark.parametrize(
+    ("members", "names"),
+    [
+        ([returned("a", stays=True), returned("b", stays=True)], "ab"),
+        ([returned("a", stays=True), returned("b")], "abd"),
+        ([returned("a", stays=True), running("b")], "abd"),
+        ([returned("a", stays=True)], "ad"),
+        ([running("a"), running("b")], "abd"),
+    ],
+)
+def test_a_machine_that_has_not_started_counts_unless_all_members_stay(members: list[Machine], names: str) -> None:
+    assert "".join(each.id for each in counted(LAST, [*members, fresh("d")], 2)) == names
+    assert "".join(each.id for each in counted(LAST, [*members, fresh("d")], 3))[-1] == "d", "too few without it"
 
 
-@dataclasses.dataclass
-class Server:
-    """A store: what machines have written there, and the membership that its keeper has published."""
-
-    facts: dict[int, Machine] = dataclasses.field(default_factory=dict)
-    last: Membership = dataclasses.field(default_factory=Membership)
-    numbers: tuple[int, ...] = ()
-
-
-class Network:
-    """Launchers that lose and find stores in any order, with messages that come late or never.
-
-    Args:
-        folder: Folder of the claims.
-        is_shared: Whether all machines see one output folder.
-        claims: Whether main processes claim it.
-    """
-
-    def __init__(self, folder: Path, is_shared: bool, claims: bool) -> None:
-        self.folder, self.is_shared, self.claims = folder, is_shared, claims
-        self.launchers = [Launcher(name) for name in "abcde"]
-        self.servers = [Server() for _ in self.launchers]
-        self.formed: dict[Membership, Formed] = {}
-        self.heard: dict[Membership, set[str]] = {}
-        self.claimed: dict[Membership, bool] = {}
-        self.connections = self.starts = 0
-
-    def step(self, action: str, which: int, place: int) -> None:
-        """Take a step of the launchers whose bits are set in `which`, or of the store of a machine."""
-        launchers = [launcher for number, launcher in enumerate(self.launchers) if which >> number & 1]
-        if action == "split":
-            self.step("meet", which, place)
-            self.step("meet", 31 - which, (place + 1) % 5)
-        elif action == "meet":
-            for launcher in launchers:
-                self.connect(launcher, place)
-            self.form(self.servers[place], silent=31 - which)
-        elif action == "form":
-            self.form(self.servers[place], silent=which)
-        elif action == "lose":
-            self.lose(place)
-        elif action == "restart":
-            self.starts += 1
-            self.launchers[place] = Launcher(f"{self.launchers[place].id[0]}{self.starts}")
-        own: dict[str, Callable[[Launcher], None]] = {
-            "connect": lambda launcher: self.connect(launcher, place),
-            "hear": self.hear,
-            "confirm": self.confirm,
-            "claim": self.claim,
-            "prepare": self.prepare,
-        }
-        if action in own:
-            for launcher in launchers:
-                own[action](launcher)
-
-    def lose(self, place: int) -> None:
-        self.servers[place] = Server()
-        for launcher in self.launchers:
-            launcher.store = -1 if launcher.store == place else launcher.store
-
-    def connect(self, launcher: Launcher, place: int) -> None:
-        if launcher.store != place:
-            self.connections += 1
-            launcher.store, launcher.number = place, self.connections
-        self.announce(launcher)
-
-    def announce(self, launcher: Launcher) -> None:
-        if launcher.store >= 0:
-            readiness = Readiness.PREPARING if launcher.is_preparing else Readiness.NOT_STARTED
-            own = launcher.number, launcher.id, launcher.id, launcher.past, launcher.has_claimed
-            facts = Machine(*own, readiness=readiness)
-            self.servers[launcher.store].facts[launcher.number] = facts
-
-    def form(self, server: Server, silent: int) -> None:
-        """Any machine may be silent, and a lost one may seem to be there."""
-        newest = {facts.id: facts for _, facts in sorted(server.facts.items())}
-        alive = [
-            facts._replace(is_new=facts.number not in server.numbers)
-            for facts in newest.values()
-            if not silent >> "abcde".index(facts.id[0]) & 1
-        ]
-        found = next_membership(server.last, without_preparing(server.last, alive, 1), 1, 5, True)
-        if found is not None and (server.last.number or found.bases or not self.formed):  # a run begins once
-            server.last = found.membership
-            server.numbers = tuple(newest[machine].number for machine in found.membership.machines)
-            self.formed[found.membership] = found
-
-    def prepare(self, launcher: Launcher) -> None:
-        launcher.is_preparing = not launcher.is_preparing
-        self.announce(launcher)
-
-    def hear(self, launcher: Launcher) -> None:
-        if launcher.store < 0:
-            return
-        server = self.servers[launcher.store]
-        known = max((past.number for past in launcher.past), default=0)
-        if server.last.number > known and launcher.number in server.numbers:
-            launcher.past, launcher.is_outvoted = (*self.formed[server.last].bases, server.last), False
-            self.heard.setdefault(server.last, set()).add(launcher.id)
-
-    def confirm(self, launcher: Launcher) -> None:
-        if launcher.past and self.is_heard(last := launcher.past[-1]):
-            if self.claimed.get(last):
-                launcher.past, launcher.has_claimed = (last,), True
-            elif self.formed[last].right is Right.MAJORITY:
-                launcher.past = (last,)
-            elif last in self.claimed:
-                launcher.past, launcher.is_outvoted = launcher.past[:1], True
-
-    def claim(self, launcher: Launcher) -> None:
-        """The launcher's rank is the main process of its membership."""
-        if not (self.claims and launcher.past and self.is_heard(last := launcher.past[-1])):
-            return
-        if last.machines[0] != launcher.id or last in self.claimed:
-            return
-        found = self.formed[last]
-        folder = self.folder / ("shared" if self.is_shared else launcher.id)
-        folder.mkdir(exist_ok=True)
-        after = found.bases[0].number if found.bases else 0
-        place = MembershipPlace("run", last.number, after, found.right is Right.OTHER_HALF)
-        try:
-            MembershipClaim(folder, "output_dir", place).take()
-            self.claimed[last] = True
-        except CutOffError:
-            self.claimed[last] = False
-
-    def is_heard(self, membership: Membership) -> bool:
-        """All of its machines have heard of it, so that their ranks have started."""
-        return self.heard.get(membership, set()) >= set(membership.machines)
-
-    def live(self) -> list[Membership]:
-        """The memberships that can take a step: all of their machines are still in it."""
-        now = {launcher.id: launcher.past[-1:] for launcher in self.launchers if not launcher.is_outvoted}
-        begun = [
-            each for each, found in self.formed.items()
-            if self.is_heard(each)
-            and (found.right is Right.MAJORITY or not self.claims or self.claimed.get(each, False))
-        ]  # fmt: skip
-        return [each for each in begun if all(now.get(machine) == (each,) for machine in each.machines)]
+def test_a_machine_that_has_not_started_counts_where_the_others_have_a_weaker_right_without_it() -> None:
+    """The members are two of three that went on from five, but it is not known whether all three have heard of it."""
+    before, last = membership(3, "abcde"), membership(4, "abc")
+    members = [returned(name, before, last, stays=True) for name in "ab"]
+    old = Machine(9, "d", "host-d", (before,))
+    assert counted(last, [*members, old], 2) == [*members, old]
+    assert formed(last, *counted(last, [*members, old], 2)) == "abd"
+    assert counted(last, [*members, old], 2, is_only_store=True) == members
+    assert counted(last, [*members, fresh("f")], 2) == members
 
 
 MASKS, PLACES = st.integers(0, 31), st.integers(0, 4)
 ACTIONS = st.tuples(
     st.sampled_from(
-        ["split", "meet", "connect", "form", "hear", "hear", "confirm", "claim", "lose", "restart", "prepare"]
+        ["split", "meet", "connect", "form", "hear", "hear", "confirm", "claim", "lose", "restart", "prepare", "stay"]
     ),
     st.one_of(MASKS, st.just(31)),
     PLACES,

@@ -17,6 +17,7 @@ from trainer_kit.launch import newcomer as newcomers
 from trainer_kit.launch.keeper import Published
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.newcomer import Newcomer, Outlook
+from trainer_kit.utils.new_place import NEW
 
 
 @pytest.fixture
@@ -202,11 +203,72 @@ def test_a_newcomer_that_prepares_is_taken_where_the_others_are_too_few(joining:
     assert not {before[0].pid, prepared} & set(pids(after)), "they start together"
 
 
+@pytest.mark.distributed
+def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machine(full: Joining) -> None:
+    for machine in range(3):
+        full.start(machine)
+    before = full.wait_for_places(2)
+    spare = ({0, 1, 2} - {note.machine for note in before}).pop()
+    prepared = newcomer(full, spare)
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    check_undisturbed(full, before)
+    lost = before[1]
+    full.launchers[lost.machine].kill()
+    os.kill(lost.pid, signal.SIGKILL)
+    (full.folder / "meeting-1").touch()  # rank 0 has noticed the loss
+    assert pids(full.wait_for_places(2, after=1)) == [before[0].pid, prepared]
+    assert full.end() == {before[0].machine: 0, lost.machine: -signal.SIGKILL, spare: 0}
+
+
+@pytest.mark.distributed
+def test_a_machine_with_another_training_leaves_those_that_stay_after_a_loss_in_their_processes(tmp_path: Path) -> None:
+    """It joins in the membership that follows, whose ranks save first."""
+    run = Joining(tmp_path, min_nodes=1)
+    try:
+        before = begin(run, machines=3)
+        run.start(3, digest="other")
+        run.wait_for_text("the run cannot take in these processes, whose training differs", 3)
+        lost = before[2]
+        run.launchers[lost.machine].kill()
+        os.kill(lost.pid, signal.SIGKILL)
+        (run.folder / "meeting-1").touch()  # rank 0 has noticed the loss
+        after = run.wait_for_places(3, after=2)
+        assert not set(pids(before)) & set(pids(after))
+        assert after[2].machine == 3
+        for note in before[:2]:
+            assert [each.membership for each in run.notes()[note.pid]] == [1, 2]
+        assert "joins: the run saves and goes on with it" in run.said(before[0].machine)
+        assert run.end() == {lost.machine: -signal.SIGKILL} | {note.machine: 0 for note in after}
+    finally:
+        run.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_spare_from_the_beginning_ends_with_the_run_or_by_a_signal(is_open: bool, full: Joining) -> None:
+    if not is_open:
+        (full.folder / "closed").touch()
+    for machine in range(3):
+        full.start(machine)
+    before = full.wait_for_places(2)
+    spare = ({0, 1, 2} - {note.machine for note in before}).pop()
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    begin = time.monotonic()
+    full.launchers[spare].send_signal(signal.SIGTERM)
+    assert full.exit_code(spare) == 143
+    assert time.monotonic() - begin < 5
+    check_undisturbed(full, before)
+    full.start(spare)
+    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    assert full.end() == {0: 0, 1: 0, 2: 0}
+
+
 class Meeting:
     """What a newcomer sees of a run."""
 
     def __init__(self) -> None:
         self.readiness, self.announced = Readiness.NOT_STARTED, list[Readiness]()
+        self.said = list[str]()
         self.published: Published | None = Published(Membership(3, ("a", "b")))
         self.digest: str | None = "digest"
         self.is_lost = False
@@ -231,7 +293,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> tuple[Newcomer, Meeting, Clock]:
     made, clock = Meeting(), Clock()
     rendezvous: Any = made
     monkeypatch.setattr(newcomers.time, "monotonic", clock.monotonic)
-    return Newcomer(rendezvous, lambda text: None), made, clock
+    return Newcomer(rendezvous, made.said.append), made, clock
 
 
 @pytest.mark.parametrize("way", ["none runs", "closed", "unknown", "lost"])
@@ -279,6 +341,27 @@ def test_ranks_that_cannot_join_start_again_with_the_others(
         run.readiness = Readiness.PREPARING
     assert own.outlook("new/digest") is Outlook.START_AGAIN
     assert run.readiness is Readiness.NOT_STARTED
+    is_told = run.announced[-1] is Readiness.NOT_STARTED  # before the ranks have ended
+    assert is_told == (way != "lost")
+    reason = {
+        "other": ", whose training differs from that of the run or is at another place of the script",
+        "closed": " now", "not opened": " now",
+    }.get(way)  # fmt: skip
+    again = "they start again with those of the other machines"
+    expected = [] if reason is None else [f"the run cannot take in these processes{reason}: {again}"]
+    assert run.said[1:] == expected
+
+
+@pytest.mark.parametrize("digest", ["", "digest"])
+def test_ranks_that_refuse_to_join_start_again_with_the_others(
+    digest: str, meeting: tuple[Newcomer, Meeting, Clock]
+) -> None:
+    """Also while the run takes in none."""
+    own, run, _ = meeting
+    own.begin()
+    run.digest = digest
+    assert own.outlook(NEW) is Outlook.START_AGAIN
+    assert Readiness.READY not in run.announced
 
 
 def test_ranks_that_end_take_no_place(meeting: tuple[Newcomer, Meeting, Clock]) -> None:

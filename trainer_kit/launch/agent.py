@@ -24,6 +24,7 @@ from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.failures import Failure
+from trainer_kit.launch.link import RunIsOpenError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
@@ -118,7 +119,10 @@ class Agent(LocalElasticAgent):
             self._starts = running.membership.number
             self._remaining_restarts = worker_group.spec.max_restarts - self._starts
             os.environ[environment.MEMBERSHIP] = ""
-        super()._initialize_workers(worker_group)
+        try:
+            super()._initialize_workers(worker_group)
+        except RunIsOpenError:  # it has begun without this machine, which waits for a place
+            self._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, unless the ranks start before that.
@@ -129,11 +133,12 @@ class Agent(LocalElasticAgent):
         rendezvous = self._machines.rendezvous
         if self._is_preparing:
             return
-        if self._has_met:  # before the ranks were ended
+        if self._has_met:  # before the ranks ended
             self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
             return
         self._change = None
         words, missed_end = self._words(), self._machines.missed_end()
+        rendezvous.stays = bool(words[-1])
         while True:
             self._store = worker_group.store = None  # the old one must be gone before a new one can take its port
             self._machines.leave()
@@ -165,11 +170,7 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._starts
 
     def _words(self) -> tuple[int, list[PastFailure], str]:
-        """Return what the other machines need to know of this one.
-
-        That is the number of earlier starts of its ranks, the failures that it knows of, and the membership that the
-        ranks have left while they wait for a new place (the words of newcomers, "" if they do not wait).
-        """
+        """Return how often the ranks have started, the known failures, and what waiting ranks have left (else "")."""
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
         return starts, self._failures.past(), self._left() or ""
 
@@ -213,20 +214,20 @@ class Agent(LocalElasticAgent):
         """Meet the machines that are left, and give the ranks of this one their new places."""
         pids = {worker.local_rank: worker.id for worker in self.workers}
         self._rendezvous(worker_group)
+        set_joining(self._scratch, False)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
-        set_joining(self._scratch, False)
+            place = variables_of(worker, worker_group, self._starts) if self._stays else None
+            give_place(self._scratch, worker.local_rank, place)
+        self._announce_leaving()  # the ranks may obey a signal only now
         if self._stays:
-            self._passed_on = None
-            for worker in worker_group.workers:
-                give_place(self._scratch, worker.local_rank, variables_of(worker, worker_group, self._starts))
             self._serve_newcomers()  # others may come just now
             return RunResult(state=WorkerState.HEALTHY)
         self._has_met = True
-        for worker in worker_group.workers:
-            give_place(self._scratch, worker.local_rank, None)
         self._ranks.wait(_ANSWERED_SECONDS)
-        return self._end(goes_on=True)
+        if self._passed_on is not None:
+            self.exit_code = self._leaving_code([])
+        return self._end(goes_on=self._passed_on is None)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:
@@ -289,10 +290,14 @@ class Agent(LocalElasticAgent):
                 return True
             # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
-            if self._passed_on != signal.SIGINT:  # Ctrl-C ends the run
-                self._machines.announce_leaving(socket.gethostname())
+            self._announce_leaving()
             self._ranks.send(self._passed_on)
         return False
+
+    def _announce_leaving(self) -> None:
+        """Announce that this machine leaves, if a signal to its ranks says so; Ctrl-C ends the run."""
+        if self._passed_on not in (None, signal.SIGINT):
+            self._machines.announce_leaving(socket.gethostname())
 
     def _serve_change(self) -> None:
         """Let the ranks save and leave when a machine joins or leaves."""

@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous import (
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import BEGUN, ENDED, HERE, End, Facts, Here, Published
-from trainer_kit.launch.link import Link, published_at
+from trainer_kit.launch.keeper import BEGUN, ENDED, End, Facts, Here, Published
+from trainer_kit.launch.link import Link, RunIsOpenError, published_at
 from trainer_kit.launch.membership import Membership, Readiness, Right
-from trainer_kit.launch.news import BEGINS, GONE, OPEN, OUTCOME
+from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.served_store import ServedStore
 from trainer_kit.launch.store import answers, own_candidate, serve_free_port
@@ -63,6 +63,8 @@ class ElasticRendezvous(RendezvousHandler):
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that this machine has met the others at.
         readiness: What the ranks do while this machine waits for a place.
+        stays: Whether the ranks wait for the next membership in their processes.
+        can_prepare: Whether the ranks, which have not started, could prepare once the run takes in newcomers.
     """
 
     is_lasting = True
@@ -85,6 +87,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._published = Published()
         self._unsaid: list[str] = []
         self._has_claimed = self._is_outvoted = self._hands_over = self._has_begun = False
+        self.can_prepare = self.stays = False
         self.readiness = Readiness.NOT_STARTED
         self._end = End.OVER
         self._better: int | None = None  # candidate whose store has a newer membership
@@ -116,7 +119,7 @@ class ElasticRendezvous(RendezvousHandler):
         Raises:
             RuntimeError: If the connection to the store is broken.
         """
-        return 0 if self._link is None else self._here(self._link).total
+        return 0 if self._link is None else self._link.here().total
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines.
@@ -128,6 +131,7 @@ class ElasticRendezvous(RendezvousHandler):
             OSError: If too few machines come, or a port or address cannot be used; the message says which.
             CutOffError: If other machines may be going on without this one.
             RendezvousGracefulExitError: If the run ends without this machine.
+            RunIsOpenError: If this machine waits for a place, and can prepare.
         """
         self._read_claim()
         if self._is_outvoted:
@@ -194,8 +198,7 @@ class ElasticRendezvous(RendezvousHandler):
             self._say(_TAKEN)
 
     def _facts(self, has_left: bool = False) -> Facts:
-        is_candidate = self._own is not None
-        facts = self._past, self._has_claimed, is_candidate, has_left, self.readiness
+        facts = self._past, self._has_claimed, self._own is not None, has_left, self.readiness, self.stays
         return Facts(self._id, socket.gethostname(), *facts)
 
     # Coming to a run that is under way
@@ -223,8 +226,7 @@ class ElasticRendezvous(RendezvousHandler):
         Raises:
             RuntimeError: If the connection to the store is broken.
         """
-        keys = PrefixStore(str(running.membership.number), self._linked().store)
-        return keys.get(OPEN).decode() if keys.check([OPEN]) else None
+        return self._linked().open_for(running.membership.number)
 
     def announce(self) -> None:
         """Announce what this machine does.
@@ -341,21 +343,24 @@ class ElasticRendezvous(RendezvousHandler):
             self._check(link)
             return link.published()
 
-        def who() -> str:
-            here, least = self._here(link), self._config.min_nodes or self._config.num_nodes
-            if not here.may_follow:
-                return f"the other machines, since {here.describe(host)}"
-            return f"a machine ({here.total} of {'at least ' if self._config.min_nodes else ''}{least} came)"
+        def has_place() -> bool:
+            return link.number in published().numbers
+
+        def is_open() -> bool:
+            running = self.running() if self.can_prepare and not self._is_outvoted else None
+            return running is not None and link.takes_in_newcomers(running.membership.number)
 
         try:
-            self._until(lambda: published().membership.number > last, who)
+            self._until(lambda: published().membership.number > last, lambda: link.here().missing(host, self._config))
         except TimeoutError as error:
-            if (here := self._here(link)).may_follow:
+            if (here := link.here()).may_follow:
                 self._end = End.TIMED_OUT
                 raise
             self._end = End.GIVEN_UP
             raise CutOffError(f"{here.describe(host)}: {_GOING_ON}") from error
-        self._outside(lambda: link.number in published().numbers, "a place in the run, which has its machines")
+        self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
+        if not has_place():
+            raise RunIsOpenError
         return published()
 
     def _enter(self, published: Published) -> None:
@@ -363,7 +368,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._unsaid += published.describe(self._config)
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
-        self._is_outvoted, self._better = False, None
+        self._is_outvoted, self._better, self.can_prepare = False, None, False
         after = published.bases[0].number if published.bases else 0
         self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
 
@@ -393,9 +398,6 @@ class ElasticRendezvous(RendezvousHandler):
         self._has_begun = True
         return True
 
-    def _here(self, link: Link) -> Here:
-        return Here.from_json(link.store.get(HERE))
-
     def _check(self, link: Link, looks_elsewhere: bool = True) -> None:
         """Raise an error if the run has ended, the store is gone, or this machine should wait at another one."""
         if time.monotonic() >= self._next_look:
@@ -407,7 +409,7 @@ class ElasticRendezvous(RendezvousHandler):
         if link.store.check([ENDED]):
             end = link.store.get(ENDED).decode()
             if end == End.GIVEN_UP:
-                raise CutOffError(f"{self._here(link).describe(socket.gethostname())}: {_GOING_ON}")
+                raise CutOffError(f"{link.here().describe(socket.gethostname())}: {_GOING_ON}")
             if end == End.TIMED_OUT:
                 raise OSError("the machine with the store has waited for the others in vain; start all again")
             raise RendezvousGracefulExitError("the run has ended")

@@ -25,13 +25,12 @@ from trainer_kit.launch.membership import (
     Membership,
     Readiness,
     Right,
-    bases_of,
+    counted,
     newcomers,
     newest,
     next_membership,
-    right_to_follow,
+    right_of,
     waiting,
-    without_preparing,
 )
 from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OPEN, OUTCOME, Change, News
 from trainer_kit.utils.units import format_duration, join_names
@@ -79,6 +78,7 @@ class Facts(NamedTuple):
         is_candidate: Whether it can serve the store.
         has_left: Whether it has left the run.
         readiness: What its ranks do while it waits.
+        stays: Whether they wait in their processes.
     """
 
     id: str
@@ -88,6 +88,7 @@ class Facts(NamedTuple):
     is_candidate: bool = False
     has_left: bool = False
     readiness: Readiness = Readiness.NOT_STARTED
+    stays: bool = False
 
     def to_json(self) -> str:
         """Return the text of the store."""
@@ -96,9 +97,9 @@ class Facts(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Facts:
         """Read the text of the store."""
-        own, host, past, has_claimed, is_candidate, has_left, readiness = json.loads(text)
+        own, host, past, has_claimed, is_candidate, has_left, readiness, stays = json.loads(text)
         memberships = tuple(map(Membership.of, past))
-        return cls(own, host, memberships, has_claimed, is_candidate, has_left, Readiness(readiness))
+        return cls(own, host, memberships, has_claimed, is_candidate, has_left, Readiness(readiness), stays)
 
 
 class Published(NamedTuple):
@@ -200,6 +201,18 @@ class Here(NamedTuple):
         is_half = 2 * len(self.hosts) == self.of and not self.has_first
         who = f"{join_names(names)} {'is' if len(names) == 1 else 'are'}"
         return f"{who} {len(self.hosts)} of {self.of}{', without the first one' if is_half else ''}"
+
+    def missing(self, own: str, config: LaunchConfig) -> str:
+        """Return whom the machines wait for.
+
+        Args:
+            own: See `describe`.
+            config: Launch configuration.
+        """
+        if not self.may_follow:
+            return f"the other machines, since {self.describe(own)}"
+        least = f"at least {config.min_nodes}" if config.min_nodes else config.num_nodes
+        return f"a machine ({self.total} of {least} came)"
 
 
 class Keeper:
@@ -331,9 +344,8 @@ class Keeper:
         before = newest(self._last, here)
         ids = [machine.id for machine in here]
         hosts = tuple(host for machine, host in zip(before.machines, before.hosts, strict=True) if machine in ids)
-        right = right_to_follow(bases_of(here), ids, any(machine.has_claimed for machine in here))
         has_first = bool(before.machines) and before.machines[0] in ids
-        may_follow = self._is_only_store or right is not Right.NONE
+        may_follow = right_of(here, self._is_only_store) is not Right.NONE
         return Here(len(here), hosts, len(before.machines), has_first, may_follow)
 
     def _announce_changes(self) -> None:
@@ -400,7 +412,7 @@ class Keeper:
             is_silent = now - self._beats[number][1] > self._patience
             if not own.has_left and not is_silent and self._numbers[own.id] == number:
                 is_new = number not in self._published
-                rest = own.past, own.has_claimed, own.is_candidate, own.readiness
+                rest = own.past, own.has_claimed, own.is_candidate, own.readiness, own.stays
                 self._alive.append(Machine(number, own.id, own.host, *rest, is_new))
         while self._ended:
             number = self._ended.popleft()
@@ -408,7 +420,7 @@ class Keeper:
             if number in self._beats:  # the last one may have come since they were read
                 self._beats[number] = (self._store.get(beat_key(number)), self._beats[number][1])
         self._alive = [machine for machine in self._alive if machine.number not in self._gone]
-        self._counted = without_preparing(self._last, self._alive, self._least)
+        self._counted = counted(self._last, self._alive, self._least, self._is_only_store)
 
     def _publish(self, formed: Formed) -> None:
         before, now = newest(self._last, waiting(self._last, self._counted)), formed.membership

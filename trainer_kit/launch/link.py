@@ -9,11 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from trainer_kit.launch.keeper import MACHINES, MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
+from trainer_kit.launch.keeper import (
+    HERE,
+    MACHINES,
+    MEMBERSHIP,
+    PRESENCE,
+    Facts,
+    Here,
+    Published,
+    beat_key,
+    machine_key,
+)
+from trainer_kit.launch.news import CHANGE, OPEN
 from trainer_kit.launch.presence import be_present
 from trainer_kit.launch.store import answers, connect_store
 
 _PEEK_SECONDS = 2.0
+
+
+class RunIsOpenError(Exception):
+    """The run has its machines and takes in newcomers, so that the ranks of a machine that waits can prepare."""
 
 
 class Link:
@@ -59,6 +74,27 @@ class Link:
     def published(self) -> Published:
         """Return the newest membership of the store."""
         return Published.from_json(self.store.get(MEMBERSHIP))
+
+    def here(self) -> Here:
+        """Return the machines that wait in the store."""
+        return Here.from_json(self.store.get(HERE))
+
+    def open_for(self, number: int) -> str | None:
+        """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+
+        Args:
+            number: Number of the membership that runs.
+        """
+        keys = PrefixStore(str(number), self.store)
+        return keys.get(OPEN).decode() if keys.check([OPEN]) else None
+
+    def takes_in_newcomers(self, number: int) -> bool:
+        """Return whether newcomers can prepare to join a membership; not while its machines are about to change.
+
+        Args:
+            number: See `open_for`.
+        """
+        return bool(self.open_for(number)) and not PrefixStore(str(number), self.store).check([CHANGE])
 
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life, and the store answers."""

@@ -62,6 +62,7 @@ class Machine(NamedTuple):
         has_claimed: Whether a process of it has confirmed that the main process claimed the output folder.
         is_candidate: Whether it can serve the store.
         readiness: What its ranks do while it waits.
+        stays: Whether its ranks wait for the next membership in their processes.
         is_new: Whether it has connected since the keeper published its last membership.
     """
 
@@ -72,6 +73,7 @@ class Machine(NamedTuple):
     has_claimed: bool = False
     is_candidate: bool = False
     readiness: Readiness = Readiness.NOT_STARTED
+    stays: bool = False
     is_new: bool = False
 
     @property
@@ -107,16 +109,28 @@ class Formed(NamedTuple):
     right: Right
 
 
-def without_preparing(last: Membership, alive: Iterable[Machine], least: int) -> list[Machine]:
-    """Return the machines that count for the next membership: those that prepare do only where the others are too few.
+def counted(last: Membership, alive: Iterable[Machine], least: int, is_only_store: bool = False) -> list[Machine]:
+    """Return the machines that count for the next membership.
+
+    Machines that prepare count only where the others are too few. While the ranks of all members wait in their
+    processes, newcomers count that can join them there. Others would end these ranks without a save: they count only
+    where the machines are too few without them, or have a weaker right; else they join the membership that follows.
 
     Args:
         last: The membership that the keeper published last.
         alive: All machines that give signs of life.
         least: Smallest number of machines.
+        is_only_store: See `next_membership`.
     """
     alive = list(alive)
     others = [each for each in alive if each.readiness is not Readiness.PREPARING or each.id in last.machines]
+    here = waiting(last, others)
+    before = newest(last, here)
+    members = [each for each in others if each.id in before.machines]
+    staying = [each for each in others if each in members or each.readiness is Readiness.READY]
+    all_stay = bool(members) and all(each.stays and each in here for each in members)
+    if all_stay and len(staying) >= least and right_of(staying, is_only_store) <= right_of(here, is_only_store):
+        return staying
     return others if len(others) >= least else alive
 
 
@@ -175,8 +189,7 @@ def next_membership(
     if are_missing or len(chosen) < least or not (is_complete or is_last_call_over):
         return None
     bases = bases_of(chosen)
-    has_claimed = any(machine.has_claimed for machine in chosen)
-    right = Right.MAJORITY if is_only_store else right_to_follow(bases, ids, has_claimed)
+    right = right_of(chosen, is_only_store)
     if right is Right.NONE or (last.number and not bases):  # newcomers alone go on with no run
         return None
     number = 1 + max([last.number, *(machine.last.number for machine in here)])
@@ -197,6 +210,18 @@ def bases_of(machines: Iterable[Machine]) -> tuple[Membership, ...]:
     confirmed = max((past[0] for past in pasts), key=lambda base: base.number)
     later = {base for past in pasts if confirmed in past for base in past if base.number > confirmed.number}
     return confirmed, *sorted(later)
+
+
+def right_of(machines: Collection[Machine], is_only_store: bool) -> Right:
+    """Return the right of machines to follow their memberships.
+
+    Args:
+        machines: The machines.
+        is_only_store: See `next_membership`.
+    """
+    has_claimed = any(machine.has_claimed for machine in machines)
+    ids = [machine.id for machine in machines]
+    return Right.MAJORITY if is_only_store else right_to_follow(bases_of(machines), ids, has_claimed)
 
 
 def right_to_follow(bases: Sequence[Membership], machines: Collection[str], has_claimed: bool) -> Right:

@@ -50,17 +50,21 @@ class Newcomer:
     def begin(self) -> Published | None:
         """Return the membership whose training the ranks prepare; None if they start with those of the others.
 
+        A machine that waits for a place after that asks again once the run takes in newcomers: see `RunIsOpenError`.
+
         Raises:
             OSError: See `ElasticRendezvous.next_rendezvous`.
             CutOffError: See `ElasticRendezvous.next_rendezvous`.
         """
         rendezvous = self._rendezvous
+        rendezvous.can_prepare = True
         try:
             running = None if rendezvous.is_outvoted() else rendezvous.running()
             if running is None or not rendezvous.open_for(running):
                 return None
             rendezvous.readiness = Readiness.PREPARING
             rendezvous.announce()
+            rendezvous.can_prepare = False
         except (RuntimeError, RendezvousGracefulExitError):  # the meeting finds another store, or reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
             return None
@@ -80,12 +84,14 @@ class Newcomer:
             CutOffError: See `ElasticRendezvous.next_rendezvous`.
             RendezvousGracefulExitError: If the run ends without this machine.
         """
+        rendezvous = self._rendezvous
         try:
             outlook = self._outlook(words)
+            if outlook is Outlook.START_AGAIN:
+                rendezvous.readiness = Readiness.NOT_STARTED
+                rendezvous.announce()  # the ranks may take long to end
         except RuntimeError:  # the store is gone, or another one is better
-            outlook = Outlook.START_AGAIN
-        if outlook is Outlook.START_AGAIN:
-            self._rendezvous.readiness = Readiness.NOT_STARTED
+            rendezvous.readiness, outlook = Readiness.NOT_STARTED, Outlook.START_AGAIN
         return outlook
 
     def withdraw(self) -> None:
@@ -107,8 +113,10 @@ class Newcomer:
         digest = rendezvous.open_for(running)
         if digest is None and now - self._known_at < _OPENING_SECONDS:
             return Outlook.STAY
-        if words != f"{NEW}{digest}":
-            self._say("the run cannot take in these processes: they start again with those of the other machines")
+        if not digest or words != f"{NEW}{digest}":
+            reason = "whose training differs from that of the run or is at another place of the script"
+            why = f", {reason}" if digest else " now"
+            self._say(f"the run cannot take in these processes{why}: they start again with those of the other machines")
             return Outlook.START_AGAIN
         self._known_at = now
         if not is_ready:

@@ -37,11 +37,12 @@ class StaticRendezvous(StaticTCPRendezvous):
         membership: Name of the membership; empty.
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that outlive a restart: 0.
+        stays: Whether the ranks wait for the next meeting in their processes.
     """
 
     starts = store_number = 0
     membership = ""
-    is_lasting = False
+    is_lasting = stays = False
 
     def __init__(
         self, config: LaunchConfig, say: Callable[[str], None], is_stopped: Callable[[], bool], by_command: bool
