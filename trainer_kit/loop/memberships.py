@@ -31,11 +31,11 @@ def note_start(run: Run) -> None:
 
 
 def note_regroup(run: Run, cause: str, pause: float, again: int) -> None:
-    """Note who trains, after processes went on without others. Collective if machines may change.
+    """Note who trains, after others were lost or have joined. Collective if machines may change.
 
     Args:
         run: The run.
-        cause: What the processes noticed of the loss.
+        cause: What the processes noticed of a loss; "" if others have joined.
         pause: Seconds since the last step.
         again: Steps that are taken again.
     """

@@ -38,7 +38,6 @@ logger = logging.getLogger("trainer_kit")
 
 _ATTEMPTS = 3
 
-
 _numbers = itertools.count(1)  # of the trainings of this program
 
 

@@ -49,7 +49,7 @@ class TrainingLoop:
         checkpoints: The checkpoint manager of the training.
         sync: Shares the ranks' requests.
         crash_dump: Writes the state of the failed step if an error ends the run.
-        regrouping: Lets the training go on after a loss of other processes.
+        regrouping: Lets the training go on when other processes are lost or join.
     """
 
     def __init__(
