@@ -11,8 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 
 def rank() -> int:
     return int(os.environ["RANK"])
@@ -22,11 +20,6 @@ def place(*args: Any) -> tuple[Any, ...]:
     """What this process was told, and its arguments."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TRAINER_KIT_MIXED_PRECISION", "TRAINER_KIT_USE_CPU")
     return (*(os.environ[name] for name in names), *args)
-
-
-def thread_settings() -> list[int]:
-    """The numbers of threads that this process has set, if its parent has patched `set_num_threads`."""
-    return list(torch.set_num_threads.numbers)  # type: ignore[attr-defined]
 
 
 def unpicklable() -> Any:

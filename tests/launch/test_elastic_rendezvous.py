@@ -142,7 +142,7 @@ def test_no_machine_takes_the_end_of_waiting_for_the_end_of_the_run(elastic: Mee
 
 
 def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
-    machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
+    machines = [elastic.machine(number, num_nodes=2, min_nodes=1, last_call=30.0) for number in range(3)]
     together(*(machine.next_rendezvous for machine in machines[:2]))
     with ThreadPoolExecutor(2) as pool:
         spare = pool.submit(machines[2].next_rendezvous)

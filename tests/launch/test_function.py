@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from kit import launched
 from kit.launching import run
 
@@ -26,19 +25,6 @@ def test_a_function_gets_its_place_and_its_values_come_back(start_method: str) -
 def test_a_function_has_a_session_of_its_own() -> None:
     """Otherwise Ctrl-C in a terminal would reach it twice."""
     assert len({os.getsid(0), *run(os.getsid, 0).values()}) == 3
-
-
-@pytest.mark.distributed
-def test_a_forked_process_has_a_thread_pool_before_its_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the autograd engine's threads, one for each GPU, would create it at the same time."""
-
-    def note(number: int) -> None:
-        note.numbers.append(number)  # type: ignore[attr-defined]
-
-    note.numbers = []  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch, "set_num_threads", note)
-    number = torch.get_num_threads()
-    assert run(launched.thread_settings, start_method="fork") == {0: [number], 1: [number]}
 
 
 @pytest.mark.distributed

@@ -166,7 +166,7 @@ def test_a_newcomer_that_prepares_ends_with_the_run(joining: Joining) -> None:
 def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
     before = begin(full)
     full.start(2)
-    full.wait_for_text("waiting for a place in the run, which has its machines", 2)
+    full.wait_for_text("waiting for a place in the run", 2)
     prepared = newcomer(full, 2)
     check_undisturbed(full, before)
     full.launchers[1].kill()
@@ -181,7 +181,7 @@ def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
 def test_a_machine_too_many_is_stopped_while_it_waits(full: Joining) -> None:
     before = begin(full)
     full.start(2)
-    full.wait_for_text("waiting for a place in the run, which has its machines", 2)
+    full.wait_for_text("waiting for a place in the run", 2)
     prepared = newcomer(full, 2)
     full.launchers[2].send_signal(signal.SIGTERM)
     assert full.exit_code(2) == 143
@@ -210,7 +210,7 @@ def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machi
     before = full.wait_for_places(2)
     spare = ({0, 1, 2} - {note.machine for note in before}).pop()
     prepared = newcomer(full, spare)
-    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    full.wait_for_text("waiting for a place in the run", spare)
     check_undisturbed(full, before)
     lost = before[1]
     full.launchers[lost.machine].kill()
@@ -252,14 +252,14 @@ def test_a_spare_from_the_beginning_ends_with_the_run_or_by_a_signal(is_open: bo
         full.start(machine)
     before = full.wait_for_places(2)
     spare = ({0, 1, 2} - {note.machine for note in before}).pop()
-    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    full.wait_for_text("waiting for a place in the run", spare)
     begin = time.monotonic()
     full.launchers[spare].send_signal(signal.SIGTERM)
     assert full.exit_code(spare) == 143
     assert time.monotonic() - begin < 5
     check_undisturbed(full, before)
     full.start(spare)
-    full.wait_for_text("waiting for a place in the run, which has its machines", spare)
+    full.wait_for_text("waiting for a place in the run", spare)
     assert full.end() == {0: 0, 1: 0, 2: 0}
 
 

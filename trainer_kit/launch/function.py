@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_kit.config import environment
 from trainer_kit.launch.failures import LEAVING, is_reported, write_failure
 from trainer_kit.utils.streams import guard_standard_streams
 from trainer_kit.utils.thread_pool import renew_thread_pool
@@ -68,7 +69,8 @@ class Function:
         if hasattr(os, "setsid"):
             os.setsid()
         guard_standard_streams()
-        renew_thread_pool()
+        if environment.use_tpu():
+            renew_thread_pool()
 
     def _called(self) -> Any:
         try:

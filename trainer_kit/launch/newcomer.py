@@ -123,6 +123,6 @@ class Newcomer:
             rendezvous.readiness, self._hint_at = Readiness.READY, now + _PATIENCE_SECONDS
             rendezvous.announce()
         elif now >= self._hint_at:
-            self._say("waiting for a place in the run, which has its machines")
+            self._say("ready, and waiting for a place in the run")
             self._hint_at = float("inf")
         return Outlook.STAY

@@ -224,7 +224,7 @@ def _try_devices(devices: Sequence[str], answer: Connection) -> None:
     try:
         if "xla" in devices:
             importlib.import_module("torch_xla")
-        renew_thread_pool()
+            renew_thread_pool()
         for device in devices:
             tensor = torch.ones(1, device=device, requires_grad=True)
             tensor.sum().backward()

@@ -80,6 +80,8 @@ class Regrouping:
         self.is_whole = not self.is_newcomer
         self.served = 0
         self._number = next(_numbers)
+        # Now, since the script may change on disk while it runs.
+        self._facts = start_facts(self.run) if environment.is_elastic() else {}
         self._folder = Path(environment.regroup_folder() or "")
         self.is_open = False
         self._reading = reading
@@ -171,7 +173,8 @@ class Regrouping:
             self._vain_at = run.state.step if left == processes and not healed.joined else None
             logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, stood, end)
         else:
-            logger.info("%s from step %d: others joined; the run stood still for %s", sizes, run.state.step, stood)
+            what = "others joined" if healed.joined else "none joined"
+            logger.info("%s from step %d: %s; the run stood still for %s", sizes, run.state.step, what, stood)
         run.ledger.enter("loop")
         return loader
 
@@ -206,7 +209,7 @@ class Regrouping:
         """Return a digest of what must be the same in processes that train together."""
         run = self.run
         assert run.optimizer is not None
-        facts = [*start_facts(run).items(), *group.facts(run.model, run.optimizer).items()]
+        facts = [*self._facts.items(), *group.facts(run.model, run.optimizer).items()]
         return xxhash.xxh3_128_hexdigest(repr((self._number, facts)).encode())
 
     def _take_over(self) -> None:

@@ -275,10 +275,8 @@ class TrainingLoop:
             self._request(self._schedule.is_due_after_epoch)
 
     def _let_others_join(self) -> None:
-        """End this membership between two steps, unless a save or a copy is under way, for one with newcomers."""
-        copier = self.checkpoints.copier
-        if self.checkpoints.saver.is_busy or (copier is not None and copier.is_busy):
-            return
+        """End this membership between two steps, for one with newcomers."""
+        self._finish_save()
         self._read_metrics()  # newcomers have no part of them
         self._count_served()
         with contextlib.suppress(LostProcessError):  # another process has left already

@@ -138,7 +138,7 @@ class DDP(SingleDevice, Regroupable):
         """
         super().setup()
         joins = self.group.join(self.device, self._location())
-        if self.world_size != self.group.place.world_size:
+        if joins or self.world_size != self.group.place.world_size:
             self.collectives.take_place()
         if joins or self.group.is_newcomer:
             # At the end of a child of multiprocessing too, which forgets what was registered before it was forked.
@@ -386,7 +386,9 @@ class DDP(SingleDevice, Regroupable):
         nonfinite: str = "ignore",
     ) -> GradientNorms | None:
         if self.group.heartbeat is None:
-            return super().step(optimizer, max_norm, max_value, nonfinite)
+            norms = super().step(optimizer, max_norm, max_value, nonfinite)
+            self._is_in_step = False
+            return norms
         self._check_step(optimizer)
         # Only the buffers of this optimizer's models: another model's graph may still need its own (GANs).
         buffers = [buffer for replica in self._trained[optimizer] for buffer in replica.buffers_to_share()]

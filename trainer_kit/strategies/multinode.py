@@ -13,6 +13,7 @@ import psutil
 from trainer_kit.config import environment
 from trainer_kit.strategies.ddp import DDP, describe_ranks
 from trainer_kit.strategies.multinode_session import MultiNodeSession
+from trainer_kit.utils.units import format_count
 
 logger = logging.getLogger("trainer_kit")
 
@@ -48,7 +49,7 @@ class MultiNode(DDP):
         self.collectives.hosts, self.session.machines = hosts, machines
         if self.is_main:
             at = f"{place.address}:{place.port}"
-            title = f"{self.world_size} processes on {len(machines)} machines, which meet at {at}"
+            title = f"{self.world_size} processes on {format_count(len(machines), 'machine')}, which meet at {at}"
             lines = [title]
             for node, ranks in machines.items():
                 lines.append(f"  machine {node}, {hosts[ranks[0]]}: {describe_ranks(places, ranks)}")
