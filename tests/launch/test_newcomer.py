@@ -162,12 +162,17 @@ def test_a_newcomer_that_prepares_ends_with_the_run(joining: Joining) -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.distributed
-def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
+def begin_with_spare(full: Joining) -> tuple[list[Note], int]:
+    """The ranks of a run that has its machines, and the process of a further machine, which has prepared."""
     before = begin(full)
     full.start(2)
     full.wait_for_text("waiting for a place in the run", 2)
-    prepared = newcomer(full, 2)
+    return before, newcomer(full, 2)
+
+
+@pytest.mark.distributed
+def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
+    before, prepared = begin_with_spare(full)
     check_undisturbed(full, before)
     full.launchers[1].kill()
     os.kill(before[1].pid, signal.SIGKILL)
@@ -179,10 +184,7 @@ def test_a_machine_too_many_joins_when_another_is_lost(full: Joining) -> None:
 
 @pytest.mark.distributed
 def test_a_machine_too_many_is_stopped_while_it_waits(full: Joining) -> None:
-    before = begin(full)
-    full.start(2)
-    full.wait_for_text("waiting for a place in the run", 2)
-    prepared = newcomer(full, 2)
+    before, prepared = begin_with_spare(full)
     full.launchers[2].send_signal(signal.SIGTERM)
     assert full.exit_code(2) == 143
     with pytest.raises(ProcessLookupError):

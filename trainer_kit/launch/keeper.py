@@ -32,7 +32,7 @@ from trainer_kit.launch.membership import (
     right_of,
     waiting,
 )
-from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OPEN, OUTCOME, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change, News, opening
 from trainer_kit.utils.units import format_duration, join_names
 
 MACHINES, MEMBERSHIP, ENDED, HERE, PRESENCE = "machines", "membership", "ended", "here", "presence"
@@ -373,7 +373,7 @@ class Keeper:
         Those that are ready wait until it is open.
         """
         coming = newcomers(self._last, self._counted, self._most)
-        in_process = any(machine.readiness is Readiness.READY for machine in coming) and _is_open(running)
+        in_process = any(machine.readiness is Readiness.READY for machine in coming) and bool(opening(running))
         if not in_process:
             coming = [machine for machine in coming if machine.readiness is not Readiness.READY]
         if not coming:
@@ -430,7 +430,3 @@ class Keeper:
         self._last, self._published, self._lost = now, numbers, []
         published = Published(now, numbers, formed.bases, formed.right, gone, joined, self._serve_ranks())
         self._store.set(MEMBERSHIP, published.to_json())
-
-
-def _is_open(running: Store) -> bool:
-    return running.check([OPEN]) and bool(running.get(OPEN))

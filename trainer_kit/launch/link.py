@@ -20,7 +20,7 @@ from trainer_kit.launch.keeper import (
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.news import CHANGE, OPEN
+from trainer_kit.launch.news import CHANGE, opening
 from trainer_kit.launch.presence import be_present
 from trainer_kit.launch.store import answers, connect_store
 
@@ -85,8 +85,7 @@ class Link:
         Args:
             number: Number of the membership that runs.
         """
-        keys = PrefixStore(str(number), self.store)
-        return keys.get(OPEN).decode() if keys.check([OPEN]) else None
+        return opening(PrefixStore(str(number), self.store))
 
     def takes_in_newcomers(self, number: int) -> bool:
         """Return whether newcomers can prepare to join a membership; not while its machines are about to change.
@@ -94,7 +93,8 @@ class Link:
         Args:
             number: See `open_for`.
         """
-        return bool(self.open_for(number)) and not PrefixStore(str(number), self.store).check([CHANGE])
+        running = PrefixStore(str(number), self.store)
+        return bool(opening(running)) and not running.check([CHANGE])
 
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life, and the store answers."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from torch._C._distributed_c10d import Store
+
 from trainer_kit.errors import ProcessFailed
 
 FAILED, CHANGE = "trainer_kit/failed", "trainer_kit/change"
@@ -21,6 +23,15 @@ OUTCOME = "trainer_kit/outcome"
 """Key under which the first of two values stands: `BEGINS` once all machines have come, `GONE` if one cannot come."""
 
 BEGINS, GONE = "begins", "gone"
+
+
+def opening(running: Store) -> str | None:
+    """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+
+    Args:
+        running: The keys of the membership that runs.
+    """
+    return running.get(OPEN).decode() if running.check([OPEN]) else None
 
 
 class Change(NamedTuple):

@@ -21,7 +21,9 @@ from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote
 
 _FLAGS = ("log", "evaluate", "save", "copy", "stop", "written", "join")
-_LEAVES, _IS_DUE, _HERE, _COUNTS = 7, 8, slice(9, 13), slice(13, None)  # places of the other numbers of a vote
+# Places of the other numbers of a vote.
+_LEAVES, _IS_DUE = len(_FLAGS), len(_FLAGS) + 1
+_HERE, _COUNTS = slice(_IS_DUE + 1, _IS_DUE + 5), slice(_IS_DUE + 5, None)
 _TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 

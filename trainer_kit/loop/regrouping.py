@@ -180,10 +180,9 @@ class Regrouping:
 
     def _meet(self, group: Regroupable | None, end: LostProcessError | NewcomersReadyError) -> Regroupable:
         """Leave the others, and join those of the next membership."""
-        run, membership = self.run, environment.membership()
-        words = NEW
-        if environment.is_newcomer():
-            words += self._digest(group) if group is not None and self._can_join else ""
+        run, membership, is_new = self.run, environment.membership(), environment.is_newcomer()
+        if is_new:
+            words = NEW + (self._digest(group) if group is not None and self._can_join else "")
         else:
             assert group is not None
             assert membership is not None
@@ -194,9 +193,9 @@ class Regrouping:
                 self.checkpoints.copier.drain()
         number, requests = run.strategy.collectives.local_rank, run.requests
         # Where others join, nothing is lost: the next vote serves a signal.
-        stays = isinstance(end, NewcomersReadyError) and not environment.is_newcomer()
+        stays = isinstance(end, NewcomersReadyError) and not is_new
         place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None and not stays)
-        if place is None and environment.is_newcomer():
+        if place is None and is_new:
             raise SystemExit(143)
         if place is None:
             raise end if isinstance(end, LostProcessError) else LostProcessError("new processes go on with the run")

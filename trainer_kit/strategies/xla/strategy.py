@@ -23,11 +23,7 @@ from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.xla.collectives import XLACollectives
 from trainer_kit.strategies.xla.device_info import XLADeviceInfo
 from trainer_kit.strategies.xla.mesh import Division, check_axes
-from trainer_kit.strategies.xla.model import (
-    DOWNCAST,
-    downcast_module,
-    let_transformers_trace,
-)
+from trainer_kit.strategies.xla.model import DOWNCAST, downcast_module, let_transformers_trace
 from trainer_kit.strategies.xla.optimizer import computes_on_device, varying_rates
 from trainer_kit.strategies.xla.session import XLASession
 from trainer_kit.utils.pytree import map_tensors, move, tensors
