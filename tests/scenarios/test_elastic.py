@@ -62,8 +62,9 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     missing = 1 / 3 * (1 - (lost["time"] - began(elastic)) / summary["wall_seconds"])
     assert summary["reduced_seconds"] / summary["wall_seconds"] == pytest.approx(missing, abs=0.05)
     assert summary["seconds/regroup"] == pytest.approx(lost["pause"], rel=0.1, abs=0.1)
-    if moment == "evaluation":  # of which each process was to read 50 samples
-        assert all(5 <= json.loads(each.out)["read"] < 30 for each in ended)
+    if moment == "evaluation":  # of which each process was to read 50 samples, and the lost one read 5
+        read = [json.loads(each.out)["read"] for each in ended]
+        assert max(read) < 30, read
         steps = [each["step"] for each in read_log(elastic.run / "log.jsonl") if each["event"] == "evaluate"]
         assert steps == sorted({*steps})
         assert steps[0] == 6
