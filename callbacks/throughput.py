@@ -86,10 +86,12 @@ class Throughput(Callback):
         self._in_all = [0.0, 0.0, 0.0]  # of this start: seconds, model operations, hardware operations
         self._peak: float | None = None
         self._told: set[str] = set()
+        self._has_joined = False
 
     def on_train_begin(self, run: Run) -> None:
         self._operations.begin(run)
         self._in_all, self._peak, self._counting_since = [0.0, 0.0, 0.0], None, None
+        self._has_joined = False
         self._told.clear()
         _suggest_tf32(run)
         self._missing = run.ledger.missing()
@@ -123,7 +125,10 @@ class Throughput(Callback):
 
     def on_regroup(self, run: Run) -> None:
         # Some processes may have given their metrics of this step, which is collective, and others not.
-        self._recorded = self._since = self._measure(run)[1]
+        seconds, self._recorded = self._measure(run)
+        self._since = self._recorded
+        if run.ledger.has_joined and not self._has_joined:  # the time of the run so far is not this process's
+            self._has_joined, self._seconds, self._missing = True, seconds, run.ledger.missing()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._operations.stop()

@@ -290,6 +290,23 @@ def test_after_a_regroup_all_processes_give_their_metrics_in_the_same_steps(
     assert figures["seconds/regroup"] == pytest.approx(3.0)
 
 
+def test_the_first_record_of_a_process_that_has_joined_has_no_time_from_before(
+    make: Callable[..., Run], times: Times, step: Step, callback: Throughput
+) -> None:
+    run = make()
+    callback.on_train_begin(run)
+    times.spent, times.has_joined = {"setup": 9.0, "forward": 500.0, "regroup": 1.0}, True
+    callback.on_regroup(run)
+    step(run, callback)
+    times.spend(regroup=3.0)
+    callback.on_regroup(run)  # a second one is in this record
+    step(run, callback)
+    figures = callback.metrics(run)
+    assert figures["seconds/forward"] == pytest.approx(1.0)
+    assert figures["seconds/regroup"] == pytest.approx(3.0)
+    assert "seconds/setup" not in figures
+
+
 def test_no_step_no_rates(make: Callable[..., Run], callback: Throughput) -> None:
     run = make()
     assert callback.metrics(run) == {}

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer_kit import Callback, Run
 from trainer_kit.callbacks import EMA, read_log
+from trainer_kit.checkpoint.async_saver import AsyncSaver
 from trainer_kit.checkpoint.healing import heal
 from trainer_kit.config import environment
 from trainer_kit.errors import LostProcessError
@@ -47,7 +48,7 @@ class Breaks(Callback):
     """Breaks the connections of rank 1 in a hook, once."""
 
     def __init__(self, hook: str) -> None:
-        self.regrouped = 0
+        self.regrouped = self.saved = 0
         self._hook, self._done = "on_step_end" if hook == "note" else hook, False
 
     def on_regroup(self, run: Run) -> None:
@@ -66,6 +67,44 @@ def _breaking(hook: str) -> Callable[..., None]:
 
 for name in HOOKS:
     setattr(Breaks, name, _breaking(name))
+
+
+class Meets(Breaks):
+    """Communicates after each checkpoint."""
+
+    def on_save(self, run: Run, directory: Path) -> None:
+        self.saved += 1
+        run.strategy.barrier()
+
+
+class Poisons(Breaks):
+    """Makes the gradients of a step infinite, once, and breaks the connections after it."""
+
+    is_done = False
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        if run.state.step == BREAK - 1 and not self.is_done:
+            for parameter in run.model.parameters():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == BREAK and not self.is_done:
+            self.is_done = True
+            if run.strategy.rank == 1:
+                run.strategy.group.break_off()  # type: ignore[attr-defined]
+
+
+class Prunes(Breaks):
+    """Adds a parameter, as pruning does, and says that newcomers are ready."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == BREAK:
+            run.model.register_parameter("mask", torch.nn.Parameter(torch.ones(1)))
+            if run.strategy.is_main:
+                set_joining(Path(os.environ["TRAINER_KIT_REGROUP_FOLDER"]), True)
+
+
+KINDS = {"poison": Poisons, "deaf": Meets, "prune": Prunes}
 
 
 def train(folder: str, port: int, hook: str, model: str, always: bool = False) -> tuple[str, int, int, int]:
@@ -91,15 +130,22 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
             patch.setattr(regrouping, "note_regroup", break_once(regrouping.note_regroup))
         if hook == "behind":
             patch.setattr(DDP, "step", lose_once(DDP.step, always))
+        if hook == "deaf":
+            patch.setattr(AsyncSaver, "finish", forget_once(AsyncSaver.finish))
         torch.manual_seed(0)
-        breaks = Breaks(hook)
+        breaks = KINDS.get(hook, Breaks)(hook)
         strategy = DDP(device="cpu")
         trainer = task.make_trainer(
             Path(folder) / "run", breaks, model={"net": task.Net, "plain": Plain}[model](), strategy=strategy,
-            async_save=False,
+            async_save=False, nonfinite="rollback" if hook == "poison" else "stop",
         )  # fmt: skip
-        output = trainer.train(resume_from_checkpoint=False)
         run = trainer.run
+        try:
+            output = trainer.train(resume_from_checkpoint=False)
+        except SystemExit as end:
+            return str(end.code), run.state.step, breaks.regrouped, 0
+        if hook == "deaf":
+            return str(breaks.saved), run.state.step, breaks.regrouped, 0
         (averages,) = (each.state_dict() for each in trainer.events.callbacks if isinstance(each, EMA))
         assert run.optimizer is not None
         place = run.lr_scheduler.state_dict()["last_epoch"]
@@ -139,6 +185,21 @@ def lose_once(step: Any, always: bool) -> Callable[..., Any]:
     return call
 
 
+def forget_once(finish: Any) -> Callable[..., Any]:
+    """Rank 1 is lost to the others as it hears that the second checkpoint is written."""
+    calls = list[int]()
+
+    def call(self: AsyncSaver) -> Any:
+        known, directory = self.committed, finish(self)
+        calls.append(1)
+        if self.run.strategy.rank == 1 and len(calls) == 2:
+            self.committed = known
+            raise LostProcessError("a connection broke")
+        return directory
+
+    return call
+
+
 def try_train(folder: Path, *given: Any) -> list[Any]:
     folder.mkdir()
     store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
@@ -172,6 +233,34 @@ def test_what_breaks_again_without_a_loss_is_no_loss(tmp_path: Path) -> None:
     first, second = try_train(tmp_path / "run", "behind", "net", True)
     assert isinstance(second.error, LostProcessError)
     assert isinstance(first.error, LostProcessError)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_step_that_was_not_finite_before_a_break_is_rolled_back(tmp_path: Path) -> None:
+    first, second = try_train(tmp_path / "run", "poison", "net")
+    assert first == second
+    assert first[2] == 1
+    records = read_log(tmp_path / "run" / "run" / "log.jsonl")
+    assert [record["step"] for record in records if record["event"] == "rollback"] == [4]
+    assert first[1] == max(record["step"] for record in records if "learning_rate" in record)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_all_hear_of_a_checkpoint_together(tmp_path: Path) -> None:
+    """Rank 0 has heard of the second one before the break, rank 1 has not; their callbacks communicate."""
+    first, second = try_train(tmp_path / "run", "deaf", "net")
+    assert first == ("5", 12, 1, 0)  # both hear of it again, and once more since its save was not served to the end
+    assert second == ("4", 12, 1, 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_training_that_has_changed_since_it_was_opened_goes_on_in_new_processes(tmp_path: Path) -> None:
+    assert try_train(tmp_path / "run", "prune", "net") == [("143", BREAK, 0, 0)] * 2
+    assert (tmp_path / "run" / "run" / f"checkpoint-{BREAK}").is_dir()
+    assert open_for(tmp_path / "run") is None
 
 
 JOINED = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}

@@ -20,11 +20,13 @@ from trainer_kit.run import Run
 from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote
 
+TOLD_TO_LEAVE = 143
+"""Exit code where no signal to this process is the reason."""
+
 _FLAGS = ("log", "evaluate", "save", "copy", "stop", "written", "join")
 # Places of the other numbers of a vote.
 _LEAVES, _IS_DUE = len(_FLAGS), len(_FLAGS) + 1
 _HERE, _COUNTS = slice(_IS_DUE + 1, _IS_DUE + 5), slice(_IS_DUE + 5, None)
-_TOLD_TO_LEAVE = 143  # exit code on hosts that do not know which signal another host received
 _PACKAGES = ("trainer_kit", "torch", "transformers", "numpy")
 
 
@@ -171,7 +173,7 @@ class RankSync:
                 setattr(pending, name, True)
         if sums[_LEAVES]:
             codes = collectives.gather_object(run.requests.exit_code if flags[_LEAVES] else None)
-            pending.exit_code = next((code for code in codes if code is not None), _TOLD_TO_LEAVE)
+            pending.exit_code = next((code for code in codes if code is not None), TOLD_TO_LEAVE)
             run.requests.exit_code = pending.exit_code
             pending.stop = True
             pending.save = pending.save or run.args.save_strategy != "no"

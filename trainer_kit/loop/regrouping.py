@@ -26,7 +26,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader
 from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import note_regroup
-from trainer_kit.loop.rank_sync import start_facts
+from trainer_kit.loop.rank_sync import TOLD_TO_LEAVE, start_facts
 from trainer_kit.loss.loss import Loss
 from trainer_kit.profiling.time_ledger import REGROUP
 from trainer_kit.strategies.regroup import Regroupable
@@ -84,6 +84,7 @@ class Regrouping:
         self._facts = start_facts(self.run) if environment.is_elastic() else {}
         self._folder = Path(environment.regroup_folder() or "")
         self.is_open = False
+        self._opened_for: str | None = None
         self._reading = reading
         self._loader = loader
         self._loss = loss
@@ -111,7 +112,8 @@ class Regrouping:
         group.expect_regroup(True)
         self.is_open = self.run.strategy.is_main and self._can_join
         if self.is_open:
-            set_open(self._folder, self._digest(group))
+            self._opened_for = self._digest(group)
+            set_open(self._folder, self._opened_for)
         try:
             yield
         finally:
@@ -124,9 +126,20 @@ class Regrouping:
         self.is_open = False
 
     def look_for_newcomers(self) -> None:
-        """Make the request that they join, if the launcher says that some are ready."""
-        if are_joining(self._folder):
+        """Make the request that they join, if the launcher says that some are ready.
+
+        If a callback has replaced parameters since the training was opened, all processes save and end instead, as
+        after a signal of the launcher, and new ones resume.
+        """
+        if not are_joining(self._folder):
+            return
+        group = self.run.strategy.regroupable
+        assert group is not None
+        if self._digest(group) == self._opened_for:
             self.run.requests.join = True
+        else:
+            self.close()
+            self.run.requests.exit_code = TOLD_TO_LEAVE
 
     def go_on(self, end: LostProcessError | NewcomersReadyError, step_begun: int | None) -> TrainLoader | StreamLoader:
         """Regroup; return the loader of the batches to come. Collective among those that go on.
@@ -196,7 +209,7 @@ class Regrouping:
         stays = isinstance(end, NewcomersReadyError) and not is_new
         place = ask_for_place(self._folder, number, words, lambda: requests.exit_code is not None and not stays)
         if place is None and is_new:
-            raise SystemExit(143)
+            raise SystemExit(TOLD_TO_LEAVE)
         if place is None:
             raise end if isinstance(end, LostProcessError) else LostProcessError("new processes go on with the run")
         assert group is not None, "the launcher gives a place only to those that can join"
@@ -268,12 +281,15 @@ class Regrouping:
         collectives, session = run.strategy.collectives, run.strategy.session
         saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
         saver.writers.ranks = session.find_writers(checkpoints.folder)
-        if saver.newest is not None and saver.committed != before:
-            session.report_saved_step(int(saver.newest.name.removeprefix(CHECKPOINT_PREFIX)))
-            if before is not None:
-                self.events.call("on_save", run, saver.newest)
-        elif was_saving or (saver.newest is None and before):  # the last main process had a disk of its own
-            run.requests.save = True
+        newest = saver.newest
+        has_new = newest is not None and saver.committed != before
+        if newest is not None and has_new:
+            session.report_saved_step(int(newest.name.removeprefix(CHECKPOINT_PREFIX)))
+        # On all, though some may have heard of it before a loss, or join now: callbacks may communicate.
+        if any(collectives.gather_object(has_new and before is not None)):
+            self.events.call("on_save", run, newest)
+        elif not has_new and (was_saving or (newest is None and before)):
+            run.requests.save = True  # the last main process may have had a disk of its own
 
 
 def _forget_frames(error: BaseException) -> None:

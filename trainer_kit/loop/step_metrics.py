@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from trainer_kit.loss.means import Sums, means_over_readers
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.grad_norms import GradientNorms
+from trainer_kit.utils.units import pluralize
+
+logger = logging.getLogger("trainer_kit")
 
 
 class StepSpan(NamedTuple):
@@ -145,19 +149,29 @@ class StepMetrics:
         unread, self.history, self.unread = self.unread, MetricBuffer(), 0
         return unread
 
-    def drop_losses(self, newest_checkpoint: Callable[[], Path | None]) -> int:
-        """Drop the unread steps, whose losses are incomplete, after a look at their gradients; return their number.
+    def drop_losses(self, newest_checkpoint: Callable[[], Path | None]) -> None:
+        """Drop the unread steps after a loss of processes, which had parts of their losses. Collective.
 
         Args:
             newest_checkpoint: See `read`.
 
         Raises:
-            NonFiniteError: As for `read`, if a gradient is not finite.
+            NonFiniteError: As for `read`, if a gradient is not finite; also on processes that have just joined.
         """
-        for each in self.history.norms():
-            if not math.isfinite(each.norm or 0.0) and self._ends_the_run(each):
-                raise self._error(each, newest_checkpoint())
-        return self.forget()
+        bad = (
+            each for each in self.history.norms() if not math.isfinite(each.norm or 0.0) and self._ends_the_run(each)
+        )
+        first = next(bad, None)
+        own = None if first is None else self._error(first, newest_checkpoint())
+        unread, step = self.forget(), self.run.state.step + 1
+        known = [error for error in self.run.strategy.collectives.gather_object(own) if error is not None]
+        if known:
+            raise own or known[0]
+        if unread:
+            logger.warning(
+                "the loss of %d %s before step %d is in no record: the lost processes had their parts of it",
+                unread, pluralize("step", unread), step,
+            )  # fmt: skip
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Add the steps since the last read to `run.state`. Waits for the device once.

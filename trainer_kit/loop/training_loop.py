@@ -29,7 +29,6 @@ from trainer_kit.loss.means import without_metrics
 from trainer_kit.run import TrainOutput
 from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
-from trainer_kit.utils.units import pluralize
 
 logger = logging.getLogger("trainer_kit")
 
@@ -112,11 +111,11 @@ class TrainingLoop:
         while True:
             if end is not None:  # here the frames are left that hold the last group
                 self._regroup(end)
-            end, group = None, run.strategy.regroupable if self._regrouping.is_possible else None
-            self._step.group = group
+            is_first, end = end is None, None
+            group = self._step.group = run.strategy.regroupable if self._regrouping.is_possible else None
             try:
                 with self._regrouping.expected(group):
-                    self._sync.open(self.events.may_request_late)
+                    self._begin_membership(is_first)
                     # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
                     if self._sync.sync():
                         self._handle_requests()
@@ -301,14 +300,13 @@ class TrainingLoop:
         self._saved_step = None  # the save may have been given up
         self._recorded = self._records_metric = None  # as in those that have joined
         self._has_checked_space = False
-        unread = self._metrics.drop_losses(self._newest_checkpoint)
-        if unread:
-            logger.warning(
-                "the loss of %d %s before step %d is in no record: the lost processes had their parts of it",
-                unread, pluralize("step", unread), run.state.step + 1,
-            )  # fmt: skip
         self._sync = RankSync(run)
         self._step = TrainStep(run, self.events, self._evaluation.probe, self.loader, self.checkpoints, self._sync)
+
+    def _begin_membership(self, is_first: bool) -> None:
+        if not is_first:
+            self._metrics.drop_losses(self._newest_checkpoint)
+        self._sync.open(self.events.may_request_late)
 
     # Between steps
 

@@ -73,6 +73,7 @@ class Ledger:
         memberships: The machines that have trained the run.
         slowest: Seconds that this process has waited in votes for the slowest one, without those within a step.
         idle: Seconds from the last record of the earlier start to this one; 0 in a new run.
+        has_joined: Whether it has taken the time of a run that this process joined.
         annotate: Whether each activity is also a range in a profiler's trace.
         nvtx: Whether these are ranges of NVTX too, see `trace_range`.
         started: Time of this start of the run, in seconds since 1970.
@@ -84,6 +85,7 @@ class Ledger:
         self.activity = "setup"
         self.memberships = MembershipHistory()
         self.slowest = self.idle = 0.0
+        self.has_joined = False
         self._part = 1.0  # of the full size
         self._missing = defaultdict[str, float](float)  # seconds times the missing part, by activity
         self._settled: dict[str, float] = {}  # the seconds that `_missing` covers
@@ -217,7 +219,7 @@ class Ledger:
         self.seconds()
         self._seconds = defaultdict(float, state["seconds"])
         self._missing = defaultdict(float, state.get("missing", {}))
-        self._settled = dict(self._seconds)
+        self._settled, self.has_joined = dict(self._seconds), True
         self.memberships.go_on(state.get("memberships"), 0, ())
         self._part, self.idle = self.memberships.part, 0.0
 
