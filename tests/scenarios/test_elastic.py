@@ -246,7 +246,7 @@ def test_the_next_candidate_serves_the_store(four: Elastic) -> None:
     four.machines.kill(1)
     ended = finish(*commands[2:])
     four.check(*ended)
-    assert any("went on with 2 processes instead of 3 at step" in each.err for each in ended)
+    assert any(re.search("went on with 2 processes instead of [34] at step", each.err) for each in ended)
     assert all(f"{HOSTS[1]} is gone: 2 of 4 machines go on" in each.err for each in ended)
     assert len(four.processes()) == 4, "no process was started a second time"
     assert {json.loads(each.out)["pid"] for each in ended} < four.processes()
