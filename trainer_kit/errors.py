@@ -73,7 +73,7 @@ class NonFiniteError(TrainerKitError, ArithmeticError):
     """The loss or a gradient was not finite, with `nonfinite="stop"` or `nonfinite="rollback"`.
 
     Attributes:
-        span: The step, a `StepSpan`; None if the error came from another process.
+        span: The step, a `StepSpan`; None if it is not known.
         parameter: Name of the first parameter whose gradient is not finite; None if all gradients are finite.
         held: Whether the model still has its weights from before the step.
     """

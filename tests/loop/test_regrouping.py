@@ -78,20 +78,31 @@ class Meets(Breaks):
 
 
 class Poisons(Breaks):
-    """Makes the gradients of a step infinite, once, and breaks the connections after it."""
+    """Makes the gradients of a step infinite, once, and breaks the connections after it; or in the rollback, too."""
 
     is_done = False
 
+    def __init__(self, hook: str) -> None:
+        super().__init__("never")
+        self.step, self.breaks_again = int(hook.split()[1]), hook.endswith("again")
+
     def on_pre_optimizer_step(self, run: Run) -> None:
-        if run.state.step == BREAK - 1 and not self.is_done:
+        if run.state.step == self.step - 1 and not self.is_done:
             for parameter in run.model.parameters():
                 parameter.grad = torch.full_like(parameter, torch.inf)
 
     def on_step_end(self, run: Run) -> None:
-        if run.state.step == BREAK and not self.is_done:
+        if run.state.step == self.step and not self.is_done:
             self.is_done = True
-            if run.strategy.rank == 1:
-                run.strategy.group.break_off()  # type: ignore[attr-defined]
+            self.break_off(run)
+
+    def on_rollback(self, run: Run, directory: Path) -> None:
+        if self.breaks_again:
+            self.break_off(run)
+
+    def break_off(self, run: Run) -> None:
+        if run.strategy.rank == 1:
+            run.strategy.group.break_off()  # type: ignore[attr-defined]
 
 
 class Prunes(Breaks):
@@ -133,11 +144,11 @@ def train(folder: str, port: int, hook: str, model: str, always: bool = False) -
         if hook == "deaf":
             patch.setattr(AsyncSaver, "finish", forget_once(AsyncSaver.finish))
         torch.manual_seed(0)
-        breaks = KINDS.get(hook, Breaks)(hook)
+        breaks = KINDS.get(hook.split()[0], Breaks)(hook)
         strategy = DDP(device="cpu")
         trainer = task.make_trainer(
             Path(folder) / "run", breaks, model={"net": task.Net, "plain": Plain}[model](), strategy=strategy,
-            async_save=False, nonfinite="rollback" if hook == "poison" else "stop",
+            async_save=False, nonfinite="rollback" if hook.startswith("poison") else "stop",
         )  # fmt: skip
         run = trainer.run
         try:
@@ -237,12 +248,19 @@ def test_what_breaks_again_without_a_loss_is_no_loss(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_step_that_was_not_finite_before_a_break_is_rolled_back(tmp_path: Path) -> None:
-    first, second = try_train(tmp_path / "run", "poison", "net")
+@pytest.mark.parametrize(("step", "way", "regrouped"), [(5, "", 1), (8, "", 1), (5, " again", 2)])
+def test_a_step_that_was_not_finite_before_a_break_is_rolled_back(
+    tmp_path: Path, step: int, way: str, regrouped: int
+) -> None:
+    """After step 8, an evaluation and a checkpoint are due, which are not made in the step that the run returns to."""
+    first, second = try_train(tmp_path / "run", f"poison {step}{way}", "net")
     assert first == second
-    assert first[2] == 1
+    assert first[2] == regrouped
     records = read_log(tmp_path / "run" / "run" / "log.jsonl")
     assert [record["step"] for record in records if record["event"] == "rollback"] == [4]
+    for event in ("evaluate", "save"):
+        steps = [record["step"] for record in records if record["event"] == event]
+        assert steps == sorted({*steps}), event
     assert first[1] == max(record["step"] for record in records if "learning_rate" in record)
 
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trainer_kit import NonFiniteError, Run, SingleDevice, TrainingArguments
+from trainer_kit.errors import LostProcessError
 from trainer_kit.loop.step_metrics import MetricBuffer, StepMetrics, StepSpan
 from trainer_kit.strategies.grad_norms import GradientNorms, gradient_norms
 
@@ -33,6 +37,18 @@ def take_step(figures: StepMetrics, loss: float, *gradients: float) -> None:
 
 def taken(step: int) -> StepSpan:
     return StepSpan(step, 0, 4 * step - 4, 4 * step)
+
+
+@contextlib.contextmanager
+def lost_process(figures: StepMetrics, collective: str) -> Iterator[None]:
+    """A collective breaks off."""
+
+    def lose(*given: Any, **named: Any) -> None:
+        raise LostProcessError("a connection broke")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures.run.strategy.collectives, collective, lose)
+        yield
 
 
 def test_history_gives_each_step_once() -> None:
@@ -105,5 +121,16 @@ def test_the_gradients_of_steps_with_incomplete_losses_are_looked_at(caplog: pyt
     take_step(figures, 1.0, 3.0, 4.0)
     take_step(figures, 1.0, math.nan)
     take_step(figures, 1.0, 1.0)
+    with lost_process(figures, "gather_object"), pytest.raises(LostProcessError):
+        figures.drop_losses(lambda: None)
     with pytest.raises(NonFiniteError, match="step 4"):
+        figures.drop_losses(lambda: None)
+
+
+def test_a_step_is_kept_if_a_process_is_lost_while_it_is_read() -> None:
+    figures = make_figures()
+    take_step(figures, math.nan, math.nan)
+    with lost_process(figures, "read_scalars"), pytest.raises(LostProcessError):
+        figures.read()
+    with pytest.raises(NonFiniteError, match="step 1"):
         figures.drop_losses(lambda: None)

@@ -15,7 +15,6 @@ from trainer_kit import (
     Callback,
     Run,
     Trainer,
-    log_mean,
 )
 from trainer_kit.callback import HOOKS
 
@@ -68,12 +67,6 @@ def test_the_end_of_training_has_its_figures_unless_a_signal_ends_it(tmp_path: P
         assert result.metrics["train_loss"] == result.training_loss
 
 
-def test_metric_for_best_model_that_is_not_there_names_what_is(tmp_path: Path) -> None:
-    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="f1", save_strategy="best")
-    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_f1' is not among .* eval_loss"):
-        Trainer(Linear(), args, points(), points(4)).train()
-
-
 def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     losses = []
 
@@ -92,19 +85,6 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert losses[-1] != min(losses)
     assert trainer.evaluate()["eval_loss"] == min(losses)
     assert trainer.run.state.best_metric == min(losses[:12])
-
-
-def test_plateau_schedule_steps_at_evaluations(tmp_path: Path) -> None:
-    def plateau(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.5)
-
-    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=0.1)
-    trainer = Trainer(Linear(), args, points(), points(4), lr_scheduler=plateau)
-    trainer.train()
-    assert trainer.run.optimizer is not None
-    assert trainer.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau steps at evaluations"):
-        Trainer(Linear(), arguments(tmp_path), points(), lr_scheduler=plateau).train()
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.5, 2), (1.0, 3), (1.5, 5), (2.0, 6)])
@@ -166,58 +146,6 @@ def test_a_resume_from_the_start_does_not_evaluate_again(tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoint-0").is_dir()
     Trainer(Linear(), args, points(), points(4), callbacks=[second]).train(resume_from_checkpoint=True)
     assert second.steps == []
-
-
-def test_the_evaluation_before_the_first_step_leaves_a_plateau_schedule_alone(tmp_path: Path) -> None:
-    schedules: list[int] = []
-
-    def plateau(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-
-    class Watch(Callback):
-        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-            schedules.append(run.lr_scheduler.last_epoch)
-
-    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, eval_on_start=True)
-    trainer = Trainer(Linear(), args, points(), points(4), lr_scheduler=plateau, callbacks=[Watch()])
-    trainer.train()
-    assert trainer.run.lr_scheduler.last_epoch == 2
-    assert len(schedules) == 3
-
-
-class TrainingOnly(Linear):
-    """Logs a mean in training, and none in evaluations."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            log_mean("kl", 0.5)
-        return super().forward(x, labels)
-
-
-class Score(Callback):
-    """Gives a metric to each record, or adds it to the record."""
-
-    def __init__(self, adds: bool) -> None:
-        self.adds = adds
-
-    def metrics(self, run: Run) -> dict[str, Any]:
-        return {} if self.adds else {"score": 0.75}
-
-    def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        if self.adds:
-            record["score"] = 0.75
-
-
-def test_the_best_model_is_not_chosen_by_a_mean_of_the_training(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "save_strategy": "best"}
-    args = arguments(tmp_path / "kl", metric_for_best_model="kl", **changes)
-    with pytest.raises(ValueError, match="metric_for_best_model='eval_kl' is not among"):
-        Trainer(TrainingOnly(), args, points(), points(4)).train()
-    for adds in (False, True):
-        args = arguments(tmp_path / str(adds), metric_for_best_model="score", **changes)
-        trainer = Trainer(TrainingOnly(), args, points(), points(4), callbacks=[Score(adds)])
-        trainer.train()
-        assert trainer.run.state.best_metric == 0.75
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,11 @@ class Regrouping:
         return self.run.strategy.regroupable is not None and can_be_placed
 
     @property
+    def group(self) -> Regroupable | None:
+        """The strategy as one whose processes may be lost or join; None if this training cannot go on then."""
+        return self.run.strategy.regroupable if self.is_possible else None
+
+    @property
     def _can_join(self) -> bool:
         """Whether processes can join this training; each has its own folder for copies in memory."""
         return self.is_possible and self.checkpoints.copier is None
@@ -126,20 +131,26 @@ class Regrouping:
         self.is_open = False
 
     def look_for_newcomers(self) -> None:
-        """Make the request that they join, if the launcher says that some are ready.
-
-        If a callback has replaced parameters since the training was opened, all processes save and end instead, as
-        after a signal of the launcher, and new ones resume.
-        """
-        if not are_joining(self._folder):
-            return
-        group = self.run.strategy.regroupable
-        assert group is not None
-        if self._digest(group) == self._opened_for:
+        """Make the request that they join, if the launcher says that some are ready."""
+        if are_joining(self._folder):
             self.run.requests.join = True
-        else:
-            self.close()
+
+    def can_be_joined(self) -> bool:
+        """Return whether newcomers can join still; if not, request that all leave, for new processes. Collective."""
+        return self.run.strategy.collectives.on_main(self._is_as_opened)
+
+    def _is_as_opened(self) -> bool:
+        assert self.group is not None
+        if self._digest(self.group) == self._opened_for:
+            return True
+        self.close()
+        logger.warning(
+            "others are ready to join, but parameters, buffers or the optimizer are not those that the training began "
+            "with: all processes save and end, and new ones resume"
+        )
+        if self.run.requests.exit_code is None:
             self.run.requests.exit_code = TOLD_TO_LEAVE
+        return False
 
     def go_on(self, end: LostProcessError | NewcomersReadyError, step_begun: int | None) -> TrainLoader | StreamLoader:
         """Regroup; return the loader of the batches to come. Collective among those that go on.
@@ -281,15 +292,15 @@ class Regrouping:
         collectives, session = run.strategy.collectives, run.strategy.session
         saver.committed, saver.failed = collectives.broadcast((saver.committed, saver.failed))
         saver.writers.ranks = session.find_writers(checkpoints.folder)
-        newest = saver.newest
-        has_new = newest is not None and saver.committed != before
-        if newest is not None and has_new:
-            session.report_saved_step(int(newest.name.removeprefix(CHECKPOINT_PREFIX)))
+        known = before[-1].number if before else 0
+        newest = saver.committed[-1].number if saver.committed else 0
+        if newest > known:
+            session.report_saved_step(int(saver.committed[-1].name.removeprefix(CHECKPOINT_PREFIX)))
         # On all, though some may have heard of it before a loss, or join now: callbacks may communicate.
-        if any(collectives.gather_object(has_new and before is not None)):
-            self.events.call("on_save", run, newest)
-        elif not has_new and (was_saving or (newest is None and before)):
-            run.requests.save = True  # the last main process may have had a disk of its own
+        if any(collectives.gather_object(newest > known and before is not None)):
+            self.events.call("on_save", run, saver.newest)
+        elif was_saving or newest < known:  # the last main process may have had a disk of its own
+            run.requests.save = True
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -101,7 +101,7 @@ class MetricBuffer:
 
     def read(self, strategy: Strategy) -> list[StepResult]:
         """Return the results since the last read, with losses summed over all ranks. Waits for the device once."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting  # kept if another process is lost meanwhile
         losses = iter(
             strategy.collectives.read_scalars([each.loss for each in waiting if each.loss is not None], summed=True)
         )
@@ -115,6 +115,7 @@ class MetricBuffer:
             total = None if norms is None else next(totals)
             bad = None if norms is None or total is None or math.isfinite(total) else _first_bad(norms)
             figures.append(StepResult(taken, loss, total, bad, norms is not None and norms.held, logged))
+        self._waiting = []
         return figures
 
 
@@ -163,14 +164,14 @@ class StepMetrics:
         )
         first = next(bad, None)
         own = None if first is None else self._error(first, newest_checkpoint())
-        unread, step = self.forget(), self.run.state.step + 1
-        known = [error for error in self.run.strategy.collectives.gather_object(own) if error is not None]
-        if known:
-            raise own or known[0]
+        errors = [error for error in self.run.strategy.collectives.gather_object(own) if error is not None]
+        if errors:
+            raise errors[0]
+        unread = self.forget()
         if unread:
             logger.warning(
                 "the loss of %d %s before step %d is in no record: the lost processes had their parts of it",
-                unread, pluralize("step", unread), step,
+                unread, pluralize("step", unread), self.run.state.step + 1,
             )  # fmt: skip
 
     def read(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:

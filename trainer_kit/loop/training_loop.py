@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -17,6 +17,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
 from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import EvaluationInterrupted, LostProcessError, NonFiniteError
+from trainer_kit.loop.best_metric import BestMetric
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import closing_line, note_start
@@ -78,9 +79,7 @@ class TrainingLoop:
         self._is_stopping = False
         self._has_checked_space = False
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
-        self._recorded: int | None = None  # step of the newest record
-        self._of_callbacks: dict[str, Any] = {}  # what callbacks gave to the newest record
-        self._records_metric: bool | None = None  # whether records have metric_for_best_model; None if not known yet
+        self._best = BestMetric(checkpoints)
 
     @property
     def exit_code(self) -> int | None:
@@ -105,24 +104,24 @@ class TrainingLoop:
         run, state = self.run, self.run.state
         starts = state.step == 0 and self.checkpoints.resumed_from is None
         run.requests.evaluate = run.requests.evaluate or (self.args.eval_on_start and starts)
+        bad: NonFiniteError | None = None
         end: LostProcessError | NewcomersReadyError | None = None
         if self._regrouping.is_newcomer:
             end = NewcomersReadyError("this process joins the others")
         while True:
             if end is not None:  # here the frames are left that hold the last group
                 self._regroup(end)
-            is_first, end = end is None, None
-            group = self._step.group = run.strategy.regroupable if self._regrouping.is_possible else None
+            has_regrouped, end = end is not None, None
+            group = self._step.group = self._regrouping.group
             try:
                 with self._regrouping.expected(group):
-                    self._begin_membership(is_first)
-                    # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
-                    if self._sync.sync():
-                        self._handle_requests()
+                    self._open(has_regrouped, bad)
+                    bad = None
                     in_epoch = False
                     while state.step < run.total_steps and not self._is_stopping:
                         if self._sync.pending.join:
                             self._let_others_join()
+                            continue  # they cannot
                         if not in_epoch:
                             self.events.call("on_epoch_begin", run)
                             self._step.prefetch()
@@ -132,9 +131,11 @@ class TrainingLoop:
                     self._read_metrics()
                 return
             except NonFiniteError as error:
-                self._roll_back(error)
+                if error is bad:  # the run cannot go back
+                    raise
+                bad = error
             except (LostProcessError, NewcomersReadyError) as error:
-                end = error
+                bad, end = None, error
 
     def finish(self) -> TrainOutput:
         """Summarize the training, serve the remaining requests, and wait for the last checkpoint.
@@ -241,14 +242,30 @@ class TrainingLoop:
         requests.log = requests.log or is_due("log")
         requests.evaluate = requests.evaluate or is_due("evaluate")
 
+    def _open(self, has_regrouped: bool, bad: NonFiniteError | None) -> None:
+        """Begin or go on to train; after a non-finite step, from a checkpoint."""
+        if bad is not None:
+            self._roll_back(bad)
+        elif has_regrouped:
+            self._metrics.drop_losses(lambda: self.checkpoints.newest)
+        self._sync.open(self.events.may_request_late)
+        # The checkpoint may hold an interrupted evaluation, or a callback may request a stop.
+        if self._sync.sync():
+            self._handle_requests()
+
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Restore the newest checkpoint, and skip the samples of the non-finite step from now on."""
+        """Restore the newest checkpoint, and skip the samples of the non-finite step from now on.
+
+        Raises:
+            NonFiniteError: `error`, if that is not possible.
+        """
         run = self.run
         self._finish_save()
         if run.args.nonfinite != "rollback" or run.state.rollbacks >= run.args.max_rollbacks or error.span is None:
             raise error
         bad, done, passed_over = error.span, run.state.rollbacks, run.state.passed_over
         found = run.state.micro_batch, run.state.eval_batch
+        self._regrouping.is_whole = False
         directory = self.checkpoints.rollback()
         if directory is None:
             raise error
@@ -260,8 +277,8 @@ class TrainingLoop:
         if not (self._regrouping.has_own_scheduler or is_plateau):  # skipping samples changes the number of steps
             run.lr_scheduler = make_run_scheduler(run, self.checkpoints.plan)
         self._metrics.forget()
-        pending = self._sync.pending
-        pending.log = pending.evaluate = pending.save = False
+        for each in (self._sync.pending, run.requests):
+            each.log = each.evaluate = each.save = False
         self._step.open_data()
         logger.warning(
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
@@ -272,10 +289,16 @@ class TrainingLoop:
             self._step.leave_epoch()
             self.events.call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
+        self._count_served()
 
     def _let_others_join(self) -> None:
-        """End this membership between two steps, for one with newcomers."""
+        """End this membership between two steps, for one with newcomers; leave the run if they cannot join any more."""
         self._finish_save()
+        if not self._regrouping.can_be_joined():
+            self._sync.pending.join = False
+            self._sync.sync()
+            self._handle_requests()
+            return
         self._read_metrics()  # newcomers have no part of them
         self._count_served()
         with contextlib.suppress(LostProcessError):  # another process has left already
@@ -298,15 +321,10 @@ class TrainingLoop:
         if is_newcomer:
             self._beginning = Beginning(run)
         self._saved_step = None  # the save may have been given up
-        self._recorded = self._records_metric = None  # as in those that have joined
+        self._best.forget_records()  # as in those that have joined
         self._has_checked_space = False
         self._sync = RankSync(run)
         self._step = TrainStep(run, self.events, self._evaluation.probe, self.loader, self.checkpoints, self._sync)
-
-    def _begin_membership(self, is_first: bool) -> None:
-        if not is_first:
-            self._metrics.drop_losses(self._newest_checkpoint)
-        self._sync.open(self.events.may_request_late)
 
     # Between steps
 
@@ -357,44 +375,18 @@ class TrainingLoop:
             own = without_metrics(own, given, self.loss.log.called)
             record = own | given
             self.events.call("on_log", self.run, record)
-            self._recorded = self.run.state.step
-            self._of_callbacks = {name: value for name, value in record.items() if name not in own}
+            self._best.note_record(record, own)
 
     def _evaluate(self) -> None:
         """Evaluate, and pass the metrics to callbacks, checkpoint manager and schedule."""
-        run = self.run
+        run, best = self.run, self._best
         metrics = self._evaluation.evaluate(run.eval_dataset, "eval")
-        name = self.args.metric_for_best_model or "eval_loss"
-        if name not in metrics and self.args.metric_for_best_model is not None:
-            self._add_metric_of_callbacks(metrics, name)
+        if best.is_missing(metrics):
+            if best.needs_record:
+                self._log()
+            best.add_from_record(metrics)
         self._regrouping.is_whole = False  # callbacks have heard of it on some processes, but not on all
-        self.events.call_evaluation(run, metrics, lambda: self._judge(metrics, name))
-
-    def _judge(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Update the best checkpoint and a `ReduceLROnPlateau` schedule by the metric `name`."""
-        run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
-        if self.args.metric_for_best_model is None and not by_metric:
-            return
-        # A callback may have added it on the main process only.
-        value = run.strategy.collectives.broadcast(metrics.get(name))
-        if not isinstance(value, (int, float)):
-            raise ValueError(
-                f"metric_for_best_model={name!r} is not among the numbers that evaluation and callbacks give: "
-                f"{', '.join(metrics)}"
-            )
-        if self.args.metric_for_best_model is not None:
-            self.checkpoints.record_metric(float(value))
-        if by_metric and run.state.step:  # the evaluation before the first step shows no progress
-            run.lr_scheduler.step(value)
-
-    def _add_metric_of_callbacks(self, metrics: dict[str, Any], name: str) -> None:
-        """Take `metric_for_best_model` from the callbacks' metrics of the current record, if it has it."""
-        if self._recorded != self.run.state.step and self._records_metric is not False:
-            self._log()
-        given = [each for each in (name, name.removeprefix("eval_")) if each in self._of_callbacks]
-        self._records_metric = bool(given)
-        if given:
-            metrics[name] = self._of_callbacks[given[0]]
+        self.events.call_evaluation(run, metrics, lambda: best.judge(metrics))
 
     def _save_or_copy(self) -> None:
         """Begin to save if that is requested; else begin to copy, unless a save or a copy is under way."""
