@@ -22,10 +22,13 @@ class MaxTime(Callback):
         limit: The time: a `datetime.timedelta`, or minutes.
 
     Raises:
+        TypeError: If the limit is neither.
         ValueError: If the limit is not above 0.
     """
 
     def __init__(self, limit: datetime.timedelta | float) -> None:
+        if not isinstance(limit, (datetime.timedelta, int, float)):
+            raise TypeError(f"MaxTime({limit!r}): give a datetime.timedelta, such as timedelta(hours=12), or minutes")
         self.seconds = limit.total_seconds() if isinstance(limit, datetime.timedelta) else 60.0 * limit
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"MaxTime({limit!r}) must be a time above 0: a timedelta, or minutes")

@@ -160,7 +160,7 @@ class Trainer:
         check_class(type(self), Trainer)
         args = TrainingArguments() if args is None else args
         if not isinstance(args, TrainingArguments):
-            raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments")
+            raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments (.from_transformers)")
         guard_standard_streams()
         args.fix_folders()
         strategy = choose_strategy(args, strategy)

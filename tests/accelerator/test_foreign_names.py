@@ -111,3 +111,12 @@ def test_modules_are_there_from_the_first_import() -> None:
 def test_no_module_is_listed_twice() -> None:
     names = [*foreign_names._REAL, *foreign_names._OTHERS, *foreign_names._COMMANDS]
     assert len(names) == len(set(names))
+
+
+def test_tqdm_is_the_function_from_wherever_it_is_imported() -> None:
+    from trainer_kit.accelerator.utils.tqdm import tqdm as of_its_module
+
+    from trainer_kit.accelerator.utils import tqdm
+
+    assert of_its_module is tqdm
+    assert [*tqdm(range(3), disable=True)] == [0, 1, 2]

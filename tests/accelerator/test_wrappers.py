@@ -97,3 +97,13 @@ def test_the_norm_of_gradients_in_half_precision_is_computed_in_float32() -> Non
     assert norm.item() == pytest.approx(1.0078125 * count**0.5, rel=1e-6)
     squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
     assert squares**0.5 == pytest.approx(0.5, rel=4e-3)  # each is rounded to bfloat16
+
+
+def test_every_optimizer_can_be_switched_as_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, optimizer, _ = prepared()
+    optimizer.train()
+    optimizer.eval()
+    calls: list[str] = []
+    monkeypatch.setattr(optimizer.optimizer, "train", lambda: calls.append("train"), raising=False)
+    optimizer.train()
+    assert calls == ["train"]

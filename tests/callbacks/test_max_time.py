@@ -63,3 +63,9 @@ def test_time_goes_on_in_a_training_that_takes_another_state(monkeypatch: pytest
 def test_a_limit_must_be_above_zero(limit: float | datetime.timedelta) -> None:
     with pytest.raises(ValueError, match="must be a time above 0: a timedelta, or minutes"):
         MaxTime(limit)
+
+
+@pytest.mark.parametrize("limit", ["00:12:00:00", {"hours": 12}, None])
+def test_what_is_no_time(limit: Any) -> None:
+    with pytest.raises(TypeError, match=r"give a datetime.timedelta, such as timedelta\(hours=12\), or minutes"):
+        MaxTime(limit)

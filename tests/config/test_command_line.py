@@ -27,7 +27,7 @@ from trainer_kit.config.command_line import read_command_line
     ],
 )
 def test_the_settings_of_a_line(line: str, expected: dict[str, Any]) -> None:
-    assert read_command_line(TrainingArguments, line.split()) == expected
+    assert read_command_line(TrainingArguments, line.split()) == ({}, expected)
 
 
 def test_options_are_given_as_json() -> None:
@@ -44,6 +44,38 @@ def test_a_line_has_precedence_over_its_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("sys.argv", ["train.py", "--config", str(path), "--learning_rate", "3e-4", "--max_epochs", "2"])
     args = TrainingArguments.from_args()
     assert args == TrainingArguments(learning_rate=3e-4, seed=7, num_train_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("mixed_precision: no\nnum_train_epochs: 3", "--bf16 --max_epochs 2", {"bf16": True, "num_train_epochs": 2}),
+        ("bf16: true\neval_strategy: steps", "--mixed_precision no --evaluation_strategy no", {}),
+        ("torch_compile: {mode: default}", "--torch_compile_backend eager", {"torch_compile": ["default", "eager"]}),
+        ("torch_compile: {mode: default}", "--torch_compile false", {}),
+        ("bf16: true\nfp16: false", "--bf16 false", {}),
+    ],
+)
+def test_a_line_has_precedence_whatever_its_names(
+    file: str, line: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(file)
+    if isinstance(modes := expected.get("torch_compile"), list):
+        expected = {"torch_compile": dict(zip(("mode", "backend"), modes, strict=True))}
+    given = ["--config", str(tmp_path / "run.yaml"), *line.split()]
+    assert TrainingArguments.from_args(given) == TrainingArguments(**expected)
+
+
+def test_a_line_has_precedence_over_a_saved_file(tmp_path: Path) -> None:
+    TrainingArguments("run", save_steps=7).save(tmp_path / "run.yaml")
+    args = TrainingArguments.from_args(["--config", str(tmp_path / "run.yaml"), "--bf16"])
+    assert args == TrainingArguments("run", save_steps=7, bf16=True)
+
+
+def test_settings_of_a_file_that_differ_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("bf16: true\nmixed_precision: no")
+    with pytest.raises(ValueError, match="mixed_precision='no' is not allowed; it gives mixed_precision='no', but"):
+        TrainingArguments.from_args(["--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize(

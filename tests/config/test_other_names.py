@@ -74,7 +74,10 @@ def test_a_taken_name_does_not_become_a_field() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bf16": True, "fp16": True}, "field 'fp16'; it gives mixed_precision='fp16', but another .*='bf16'"),
+        (
+            {"bf16": True, "fp16": True},
+            "fp16=True is not allowed; it gives mixed_precision='fp16', but another .*='bf16'",
+        ),
         ({"max_epochs": 1, "num_train_epochs": 2}, "num_train_epochs=2 is not allowed; it gives num_train_epochs=2"),
         ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "warmup_steps=0.1 and warmup_ratio=0.2 contradict each other"),
     ],

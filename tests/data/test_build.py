@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.datasets import points
+from kit.models import Linear
 from kit.trainer import arguments
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -149,3 +151,8 @@ def test_a_model_with_the_datasets_name_keeps_it(tmp_path: Path) -> None:
 
     trainer = Trainer(Net(), arguments(tmp_path), [])
     assert set(trainer.collate([{"x": 1.0, "label": 1}])) == {"x", "label"}
+
+
+def test_a_collator_in_the_place_of_the_dataset(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="train_dataset is a function without samples; give a collator by name"):
+        Trainer(Linear(), arguments(tmp_path), stack, points())

@@ -68,7 +68,11 @@ def test_kinds(values: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_what_has_no_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         from_accelerate(
-            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}, "enable_cpu_affinity": True}
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"},
+                "enable_cpu_affinity": True,
+            }
         )
     assert [record.getMessage() for record in caplog.records] == [
         "the configuration of accelerate sets fsdp_config and enable_cpu_affinity without effect"
@@ -78,6 +82,10 @@ def test_what_has_no_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}},
+            r"fsdp_config: fsdp_offload_params=True is not available here; .* strategy=FSDP\(offload=True\)",
+        ),
         ({"distributed_type": "DEEPSPEED"}, "DeepSpeed is not available"),
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM is not available"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "start the command on the machine"),

@@ -83,3 +83,16 @@ def test_the_best_model_is_not_chosen_by_a_mean_of_the_training(tmp_path: Path) 
         trainer = Trainer(TrainingOnly(), args, points(), points(4), callbacks=[Score(adds)])
         trainer.train()
         assert trainer.run.state.best_metric == 0.75
+
+
+@pytest.mark.parametrize("name", ["mine", "eval_mine"])
+def test_a_number_that_a_callback_adds_to_an_evaluation(name: str, tmp_path: Path) -> None:
+    class Adds(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            metrics["mine"] = float(run.state.step)
+
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "save_strategy": "best"}
+    args = arguments(tmp_path, metric_for_best_model=name, greater_is_better=True, **changes)
+    trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Adds()])
+    trainer.train()
+    assert trainer.run.state.best_metric == trainer.run.state.step

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import types
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,11 @@ def test_values_are_flattened_and_sorted_by_kind() -> None:
     values = {"a": 1, "b": {"c": True, "d": {"e": "text"}}, "f": {}, "g": None}
     assert dict(flat(values)) == {"a": 1, "b/c": True, "b/d/e": "text", "f": {}, "g": None}
     assert numbers_and_texts(values) == ({"a": 1.0, "b/c": 1.0}, {"b/d/e": "text", "f": "{}", "g": "None"})
+
+
+@pytest.mark.parametrize("name", ["run_name", "experiment_name"])
+def test_accelerates_name_of_a_project(name: str) -> None:
+    module, tracker = {"run_name": ("wandb", "WandBTracker"), "experiment_name": ("mlflow", "MLflowTracker")}[name]
+    kind = getattr(importlib.import_module(f"trainer_kit.trackers.{module}"), tracker)
+    with pytest.raises(TypeError, match=f"{tracker}.{name}=. is accelerate's name of the project; give project="):
+        kind(**{name: "mine"})

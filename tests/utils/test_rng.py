@@ -32,6 +32,27 @@ def draws() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.rand(), random.random()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**32 + 1, 2**63 - 1])
+def test_pythons_generator_is_seeded_as_numpys_with_a_seed_of_its_own(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def python() -> tuple[float, ...]:
+        random.gauss(0, 1)  # the second number of a pair is kept, and must be dropped
+        seed_generators(seed)
+        return (random.gauss(0, 1), *(random.random() for _ in range(700)))
+
+    as_memory = python()
+    seed_generators(seed)
+    state = random.getstate()
+    assert [random.random(), random.random()] != [np.random.rand(), np.random.rand()]
+    monkeypatch.setattr(rng, "_ADDRESS", None)
+    assert python() == as_memory
+    seed_generators(seed)
+    assert random.getstate() == state
+    seed_generators(seed + 1)
+    assert random.getstate() != state
+
+
 def test_seeding_reaches_every_generator_of_the_host() -> None:
     strategy = Strategy()
     strategy.seed(2**63 - 1)

@@ -54,7 +54,8 @@ def install() -> None:
         module.__getattr__ = functools.partial(finds, name)  # type: ignore[method-assign]
         sys.modules[module.__name__] = module
         parent, _, last = module.__name__.rpartition(".")
-        setattr(sys.modules[parent], last, module)
+        if last not in dir(sys.modules[parent]):  # `utils.tqdm` is the function there
+            setattr(sys.modules[parent], last, module)
 
 
 def find(module: str, name: str) -> Any:

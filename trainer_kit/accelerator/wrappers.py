@@ -138,6 +138,10 @@ def step_rule(with_optimizer: bool | Literal["once"], split_batches: bool, strat
     return StepRule(repeats=repeats, stops_at_end=True)
 
 
+def _nothing() -> None:
+    pass
+
+
 class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, which steps and clears gradients only at the end of an optimizer step.
 
@@ -180,6 +184,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._strategy = self._flow.strategy
+
+    def train(self) -> None:
+        """Call the optimizer's `train`, if it has one as schedule-free ones do."""
+        getattr(self.optimizer, "train", _nothing)()
+
+    def eval(self) -> None:
+        """Call the optimizer's `eval`, if it has one."""
+        getattr(self.optimizer, "eval", _nothing)()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

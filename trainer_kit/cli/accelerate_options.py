@@ -25,7 +25,11 @@ _BY_VALUE = {
     "fsdp_version": (("2",), "sharding is that of version 2; leave the option out"),
     "fsdp_sharding_strategy": (("full_shard", "1"), _PLUGIN.format("reshard_after_forward=False")),
     "fsdp_reshard_after_forward": (("true", "full_shard"), _PLUGIN.format("reshard_after_forward=False")),
-    "fsdp_offload_params": (("false",), _PLUGIN.format("cpu_offload=True")),
+    "fsdp_offload_params": (
+        ("false",),
+        "give FullyShardedDataParallelPlugin(cpu_offload=True) to the Accelerator, or strategy=FSDP(offload=True) to "
+        "the Trainer",
+    ),
     "fsdp_activation_checkpointing": (
         ("false",),
         "give FullyShardedDataParallelPlugin(activation_checkpointing=True), or gradient_checkpointing=True",

@@ -9,12 +9,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from trainer_kit.config.validation import load_fields, parse_yaml
 
 
-def read_command_line(cls: type, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that a command line gives.
+def read_command_line(cls: type, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the file that a command line names, and those of its own.
 
     `--name value` and `--name=value` give one value, several words a list, and a name alone is True. Values are YAML,
-    but a field that takes only text takes the words as they are. `--config` names a file; words of the command line
-    have precedence over it.
+    but a field that takes only text takes the words as they are. `--config` names a file.
 
     Args:
         cls: The dataclass of the settings.
@@ -40,10 +39,10 @@ def read_command_line(cls: type, argv: Sequence[str]) -> dict[str, Any]:
     hints = get_type_hints(cls)
     settings = {name: _value(name, given, hints.get(name)) for name, given in words.items()}
     if file is None:
-        return settings
+        return {}, settings
     if len(file) != 1:
         raise ValueError(f"--config takes one file, but got {len(file)}")
-    return {**load_fields(file[0]), **settings}
+    return load_fields(file[0]), settings
 
 
 def _value(name: str, words: Sequence[str], hint: Any) -> Any:

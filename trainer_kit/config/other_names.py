@@ -15,6 +15,8 @@ logger = logging.getLogger("trainer_kit")
 _NEAR = 0.75
 """Similarity of spelling from which an unknown name is a misspelled field."""
 
+_CONFLICT = "it gives "
+
 NOT_A_SWITCH = "give True or False"
 """The sentence about the value of a switch that is neither."""
 
@@ -137,13 +139,49 @@ def translate(
             try:
                 fields[field] = _merged(fields[field], own) if field in fields else own
             except ValueError:
-                problems[name] = f"it gives {field}={own!r}, but another setting gives {field}={fields[field]!r}"
+                problems[name] = f"{_CONFLICT}{field}={own!r}, but another setting gives {field}={fields[field]!r}"
     if problems:
         error = ValueError if set(problems) <= set(known) else TypeError
         raise error(_message(cls, settings, problems, known))
     if notes:
         logger.warning("settings without effect here: %s", ", ".join(notes))
     return fields
+
+
+def in_force(
+    cls: type,
+    file: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    others: Mapping[str, OtherName],
+    values: Mapping[str, OtherName],
+) -> dict[str, Any]:
+    """Return the settings of a file that the settings of a command line leave in force, whatever their names.
+
+    A single option of a field that is a dict is added to those of the file.
+
+    Args:
+        cls: See `translate`.
+        file: Settings of the file.
+        settings: Settings of the command line.
+        others: See `translate`.
+        values: See `translate`.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+
+    def fields_of(name: str, value: Any) -> Mapping[str, Any]:
+        found = _translated(name, value, known, others, values)
+        return found.values if isinstance(found, Fields) else {}
+
+    given = {field: own for pair in settings.items() for field, own in fields_of(*pair).items()}
+    decided = {field for field, own in given.items() if not isinstance(own, Mapping)}
+    kept: dict[str, Any] = {}
+    for name, value in file.items():
+        fields = fields_of(name, value)
+        if name not in settings and not decided & fields.keys():
+            kept[name] = value
+        elif name not in settings:
+            kept |= {field: own for field, own in fields.items() if field not in decided}
+    return kept
 
 
 def attribute_sentence(name: str, value: Any, others: Mapping[str, OtherName], attributes: Mapping[str, str]) -> str:
@@ -195,7 +233,7 @@ def _hint(name: Any, known: list[str], others: Mapping[str, OtherName]) -> str:
 def _message(cls: type, settings: Mapping[str, Any], problems: Mapping[Any, str], known: list[str]) -> str:
     if len(problems) == 1:
         name, sentence = next(iter(problems.items()))
-        if name in known:
+        if name in known or sentence.startswith(_CONFLICT):
             return f"{name}={plain(settings[name])!r} is not allowed; {sentence}"
         return f"{cls.__name__} has no field {name!r}; {sentence}"
     lines = "".join(f"\n  {name}={plain(settings[name])!r}: {sentence}" for name, sentence in problems.items())
@@ -221,4 +259,11 @@ _ELSEWHERE = {
     "eval_dataset": "give Trainer(eval_dataset=)",
     "data_collator": "give Trainer(data_collator=)",
     "compute_metrics": "give Trainer(compute_metrics=)",
+    "compute_loss_func": "give Trainer(compute_loss=)",
+    "model_init": "give Trainer(model_init=)",
+    "optimizers": "give Trainer(optimizer=, lr_scheduler=)",
+    "optimizer_cls_and_kwargs": "give Trainer(optimizer=)",
+    "preprocess_logits_for_metrics": "give Trainer(preprocess_logits_for_metrics=)",
+    "processing_class": "give Trainer(processing_class=)",
+    "train_sampler": "give Trainer(train_sampler=)",
 }

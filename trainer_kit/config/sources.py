@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer_kit.config.command_line import read_command_line
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
-from trainer_kit.config.other_names import attribute_sentence, translate
+from trainer_kit.config.other_names import attribute_sentence, in_force, translate
 from trainer_kit.config.parser_hints import with_plain_hints
 from trainer_kit.config.transformers_names import ATTRIBUTES, FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
 from trainer_kit.config.validation import load_fields, save_fields
@@ -92,7 +92,8 @@ class ArgumentSources(_Base):
         if {"-h", "--help"} & {*words}:
             sys.stdout.write(f"{inspect.getdoc(cls)}\n")
             raise SystemExit(0)
-        return cls.from_dict(read_command_line(cls, words))
+        file, settings = read_command_line(cls, words)
+        return cls.from_dict({**in_force(cls, file, settings, OTHER_NAMES, FIELD_VALUES), **settings})
 
     @classmethod
     def from_transformers(cls: type[Arguments], hf_args: Any) -> Arguments:

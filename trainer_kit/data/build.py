@@ -43,9 +43,13 @@ def make_collators(
         compute_loss: The user's loss function, which may read any column; None: the model's own loss.
 
     Raises:
+        TypeError: If the collator is in the place of the dataset.
         ValueError: If padding options are set without a tokenizer to pad with, or a collator is given for a DataLoader.
     """
     args, model = run.args, run.model
+    if callable(run.train_dataset) and not {"__iter__", "__getitem__"} & {*dir(run.train_dataset)}:
+        kind = type(run.train_dataset).__name__
+        raise TypeError(f"train_dataset is a {kind} without samples; give a collator by name, as data_collator=")
     for role, data, collate in (("", run.train_dataset, train), ("eval_", run.eval_dataset, evaluation)):
         if collate is not None and isinstance(data, DataLoader) and data.collate_fn is not collate:
             raise ValueError(

@@ -34,6 +34,14 @@ _SATISFIED = {
 }  # fmt: skip
 """Fields that are read otherwise, or whose meaning holds in any case."""
 
+_OF_FSDP = {
+    "fsdp_offload_params": "give FullyShardedDataParallelPlugin(cpu_offload=True) to the Accelerator, or "
+    "strategy=FSDP(offload=True) to the Trainer",
+    "fsdp_activation_checkpointing": "give FullyShardedDataParallelPlugin(activation_checkpointing=True) to the "
+    "Accelerator, or gradient_checkpointing=True to the Trainer",
+}
+"""Settings of its `fsdp_config` without which the memory may not suffice."""
+
 _REFUSED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 
 
@@ -60,6 +68,9 @@ def from_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("compute_environment='AMAZON_SAGEMAKER' is not available; start the command on the machine")
     if str(values.get("gpu_ids") or "all") != "all":
         raise ValueError(f"gpu_ids={values['gpu_ids']!r} has no effect; set CUDA_VISIBLE_DEVICES instead")
+    for name, sentence in _OF_FSDP.items():
+        if is_set((values.get("fsdp_config") or {}).get(name)):
+            raise ValueError(f"fsdp_config: {name}={values['fsdp_config'][name]!r} is not available here; {sentence}")
     flat = {**values, **(values.get("dynamo_config") or {})}
     found = {ours: flat[theirs] for theirs, ours in _NAMES.items() if flat.get(theirs) is not None}
     if found.get("num_cpu_threads_per_process") == 0:  # accelerate then leaves the variable as it is

@@ -67,8 +67,9 @@ class BestMetric:
         run, by_metric = self.run, isinstance(self.run.lr_scheduler, ReduceLROnPlateau)
         if not (self.is_chosen or by_metric):
             return
-        # A callback may have added it on the main process only.
-        value = run.strategy.collectives.broadcast(metrics.get(self.name))
+        # A callback may have added it on the main process only, and without the prefix.
+        here = metrics.get(self.name, metrics.get(self.name.removeprefix("eval_")))
+        value = run.strategy.collectives.broadcast(here)
         if not isinstance(value, (int, float)):
             raise ValueError(
                 f"metric_for_best_model={self.name!r} is not among the numbers that evaluation and callbacks give: "

@@ -28,6 +28,7 @@ class MLflowTracker(PackageTracker):
 
     name = "mlflow"
     package = "mlflow"
+    project_of_accelerate = "experiment_name"
 
     def __init__(
         self, project: str | None = None, logging_dir: str | os.PathLike[str] | None = None, **options: Any

@@ -28,6 +28,7 @@ class Tracker:
     Attributes:
         name: Name of the tracker; "": that of its class.
         requires_logging_directory: Whether the constructor takes a folder as its second argument.
+        project_of_accelerate: Name of the constructor's first argument in accelerate's class.
         package: Module that must be installed; None: no other than trainer_kit's own.
         project: Project of the run.
         run_name: Name of the run; None: the package chooses one.
@@ -42,6 +43,8 @@ class Tracker:
     main_process_only: ClassVar[bool] = True
     package: ClassVar[str | None] = None
 
+    project_of_accelerate: ClassVar[str] = "run_name"
+
     project: str | None = None
     run_name: str | None = None
     run_id: str | None = None
@@ -49,6 +52,9 @@ class Tracker:
     status: Status = "finished"
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
+        if self.project_of_accelerate in options:
+            name = self.project_of_accelerate
+            raise TypeError(f"{type(self).__name__}({name}=) is accelerate's name of the project; give project=")
         self.project = project
         self.options = options
 
