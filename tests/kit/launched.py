@@ -53,7 +53,7 @@ def _end(how: str) -> None:
     if how == "is gone":
         os._exit(4)
     if how == "is killed slowly":  # its connections are closed, but the system still frees its memory
-        time.sleep(0.5)
+        time.sleep(0.25)
     if how.startswith("is killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "crashes":
