@@ -218,3 +218,17 @@ def test_only_changed_options_of_accelerate_are_refused() -> None:
         settings = {"accelerator_config": changed}
         with pytest.raises(TypeError, match="batches are dealt to the processes exactly"):
             TrainingArguments(**settings)
+
+
+def test_a_generation_config_is_a_dict() -> None:
+    config = transformers.GenerationConfig(num_beams=2)
+    with pytest.raises(ValueError, match=r"^generation_config=GenerationConfig [^\n]* is not allowed; give a dict of"):
+        TrainingArguments(generation_config=config)  # type: ignore[arg-type]
+    assert TrainingArguments(generation_config={"num_beams": 2}).generation_config == {"num_beams": 2}
+
+
+@pytest.mark.parametrize("name", ["set_training", "set_dataloader", "to_json_string", "to_sanitized_dict"])
+def test_methods_of_its_arguments_have_a_sentence(name: str) -> None:
+    assert hasattr(transformers.TrainingArguments, name)
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': (use|give)"):
+        getattr(TrainingArguments(), name)

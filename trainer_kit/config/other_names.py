@@ -15,6 +15,7 @@ logger = logging.getLogger("trainer_kit")
 _NEAR = 0.75
 """Similarity of spelling from which an unknown name is a misspelled field."""
 
+_LONGEST = 200
 _CONFLICT = "it gives "
 
 NOT_A_SWITCH = "give True or False"
@@ -234,10 +235,16 @@ def _message(cls: type, settings: Mapping[str, Any], problems: Mapping[Any, str]
     if len(problems) == 1:
         name, sentence = next(iter(problems.items()))
         if name in known or sentence.startswith(_CONFLICT):
-            return f"{name}={plain(settings[name])!r} is not allowed; {sentence}"
+            return f"{name}={_shown(settings[name])} is not allowed; {sentence}"
         return f"{cls.__name__} has no field {name!r}; {sentence}"
-    lines = "".join(f"\n  {name}={plain(settings[name])!r}: {sentence}" for name, sentence in problems.items())
+    lines = "".join(f"\n  {name}={_shown(settings[name])}: {sentence}" for name, sentence in problems.items())
     return f"{cls.__name__} does not take {len(problems)} of the settings:{lines}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value in one line."""
+    text = " ".join(repr(plain(value)).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 # Other programs' names of fields, if they are not similar in spelling.

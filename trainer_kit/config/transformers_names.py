@@ -96,6 +96,12 @@ def _optional(field: str) -> OtherName:
     return lambda value: Fields() if value is None else Fields({field: value})
 
 
+def _generation(value: Any) -> Fields | Refusal:
+    if value is None or isinstance(value, Mapping):
+        return Fields({"generation_config": value})
+    return Refusal("give a dict of arguments of generate, which is added to the model's own generation_config")
+
+
 def _reporters(value: Any) -> Fields | Refusal:
     names = value if isinstance(value, (list, tuple)) else [value]
     theirs = [name for name in map(plain, names) if isinstance(name, str) and name in _REPORTERS]
@@ -143,6 +149,7 @@ FIELD_VALUES: Mapping[str, OtherName] = {
     "lr_scheduler_kwargs": lambda value: _optional("lr_scheduler_kwargs")(read_json(value)),
     "gradient_checkpointing": lambda value: _optional("gradient_checkpointing")(read_json(value)),
     "torch_compile": lambda value: Fields({"torch_compile": read_json(value)}),
+    "generation_config": _generation,
     "log_level": _log_level,
     "disable_tqdm": _optional("disable_tqdm"),
     "report_to": _reporters,
@@ -257,10 +264,15 @@ TRANSFORMERS_NAMES: Mapping[str, OtherName] = {**_EARLIER, **_CURRENT}
 """Translation of each setting of transformers that is not a field."""
 
 _PLACE = "use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"
+_GROUPS = "training evaluate testing save logging push_to_hub optimizer lr_scheduler dataloader"
+
 ATTRIBUTES: Mapping[str, str] = {
     **dict.fromkeys(("device", "n_gpu", "parallel_mode", "distributed_state", "world_size", "process_index"), _PLACE),
     **dict.fromkeys(("local_process_index", "local_rank", "should_log", "should_save", "main_process_first"), _PLACE),
     "get_process_log_level": "use log_level; the Trainer shows only errors of other processes",
+    **dict.fromkeys((f"set_{name}" for name in _GROUPS.split()), "give the arguments to TrainingArguments()"),
+    "to_json_string": "use to_dict(), or save(path)",
+    "to_sanitized_dict": "use to_dict()",
     "get_warmup_steps": "use warmup_steps and warmup_ratio",
     "train_batch_size": "use per_device_train_batch_size",
     "place_model_on_device": "the strategy places the model",

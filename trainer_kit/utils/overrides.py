@@ -64,6 +64,7 @@ _TOKENS = "each record has the tokens; run.state.tokens counts them"
 _FLOPS = "each record has the FLOP/s of the model and of the hardware"
 _RANKS = "ask run.strategy.is_main or run.strategy.collectives.is_local_main"
 _MODEL = "give Trainer(model=) or Trainer(model_init=); run.model holds the model"
+_TOKENIZER = "give Trainer(processing_class=); run.processing_class holds it"
 _HUB = (
     "give Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks, which pushes each checkpoint with a "
     "model card; model_card(output_dir) of trainer_kit.report.card returns the card's text"
@@ -118,7 +119,8 @@ _BY_REPLACEMENT = {
     _TOKENS: "num_tokens _track_num_input_tokens _initial_num_input_tokens_seen",
     _FLOPS: "store_flos floating_point_ops current_flos",
     _RANKS: "is_local_process_zero is_world_process_zero",
-    _MODEL: "model model_wrapped model_init call_model_init get_num_trainable_parameters processing_class tokenizer",
+    _MODEL: "model model_wrapped model_init call_model_init get_num_trainable_parameters",
+    _TOKENIZER: "processing_class tokenizer",
     _HUB: (
         "init_hf_repo create_model_card push_to_hub _push_from_checkpoint _finish_current_push hub_model_id "
         "push_in_progress"
