@@ -155,6 +155,18 @@ def test_saved_between_epochs_and_from_within_the_same_program(tmp_path: Path) -
     assert loop.result() == expected
 
 
+def test_accelerates_further_arguments_are_named_and_have_no_effect(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="Accelerator.save_state: exclude_frozen_parameters without effect"):
+        accelerator.save_state(tmp_path / "state", exclude_frozen_parameters=True)
+    kept = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    with pytest.warns(UserWarning, match="Accelerator.load_state: strict and map_location without effect"):
+        accelerator.load_state(tmp_path / "state", {"strict": False}, map_location="cpu")
+    assert torch.equal(model.weight, kept)
+
+
 def test_a_loaded_state_replaces_gradients(tmp_path: Path) -> None:
     loop = Loop()
     loop.accelerator.save_state(tmp_path / "state")

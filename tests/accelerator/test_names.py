@@ -21,8 +21,6 @@ GUIDE = Path(__file__).parents[2] / "docs" / "en" / "coming-from" / "accelerate.
 
 # Arguments that are left out here, or have another default; docs/en/coming-from/accelerate.md says why.
 LEFT_OUT = {
-    "Accelerator.load_state": {"load_kwargs", "load_model_func_kwargs"},
-    "Accelerator.save_state": {"save_model_func_kwargs"},
     "load_checkpoint_and_dispatch": {
         "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict",
         "skip_keys", "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0",

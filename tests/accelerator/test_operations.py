@@ -117,6 +117,7 @@ def test_every_name_of_accelerate_s_scripts() -> None:
     assert names.is_pytest_available() is True
     assert not any(getattr(names, name)() for name in imports._NEVER)
     assert names.str_to_bool("Yes") == 1
+    assert names.str_to_bool("off", to_bool=True) is False
     with names.patch_environment(accel_test="1"):
         import os
 

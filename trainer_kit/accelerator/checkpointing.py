@@ -6,18 +6,18 @@ import logging
 import os
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.model_saving import ModelSaving
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
+from trainer_kit.accelerator.state_hooks import StateHooks
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.accelerator.validation import (
     check_counts,
@@ -56,13 +56,15 @@ from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.rng import generator_states, set_generator_states
+from trainer_kit.utils.units import join_names
+from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
 PREFIX = "checkpoint_"
 
 
-class Checkpointing(ModelSaving):
+class Checkpointing(StateHooks, ModelSaving):
     """The part of an `Accelerator` that saves and loads.
 
     Args:
@@ -80,8 +82,7 @@ class Checkpointing(ModelSaving):
         accumulation: GradientAccumulationPlugin | None = None,
     ) -> None:
         super().__init__(strategy, log_with, project, accumulation)
-        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
         self._prepared = Prepared()
         self._lock: ProjectLock | None = None  # on the main process, after the first save to a numbered folder
         self._settings: dict[str, Any] = {}  # written to each checkpoint for the user; not restored
@@ -92,7 +93,12 @@ class Checkpointing(ModelSaving):
         """Number of the next checkpoint that is saved without a folder."""
         return self.project_configuration.iteration
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
         """Commit a checkpoint of everything that was prepared or registered. Collective.
 
         It holds models, optimizers, schedulers, loader positions, fp16's scale, the gradients of an unfinished
@@ -107,6 +113,7 @@ class Checkpointing(ModelSaving):
             output_dir: Folder of the checkpoint. A checkpoint in it is replaced, other files stay. None for
                 `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
             safe_serialization: Must be True: pickles are not written.
+            **save_model_func_kwargs: Without effect, which a warning says.
 
         Returns:
             The checkpoint's folder.
@@ -118,6 +125,7 @@ class Checkpointing(ModelSaving):
                 `end_training`.
         """
         refuse_pickles(safe_serialization)
+        _name_ignored("save_state", save_model_func_kwargs)
         project = self.project_configuration
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
@@ -136,16 +144,25 @@ class Checkpointing(ModelSaving):
         logger.info("saved %s", directory)
         return str(directory)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
         """Restore a checkpoint of `save_state`, after the same objects are prepared. Collective.
 
         Args:
             input_dir: Folder of the checkpoint; None for the newest valid one of the project.
+            load_kwargs: Without effect, which a warning says: tensors are loaded to the devices of the prepared
+                objects, and names must agree.
+            **load_model_func_kwargs: Without effect, too, such as `map_location`.
 
         Raises:
             ValueError: If there is no checkpoint, it is damaged, or it holds other objects; the message names the
                 difference.
         """
+        _name_ignored("load_state", (load_kwargs or {}) | load_model_func_kwargs)
         given, prepared = _absolute(input_dir), self._prepared
         directory = find_on_main(self.strategy, lambda check: self._found(given, check))
         source = fetch_verified(self.strategy, directory)
@@ -186,31 +203,6 @@ class Checkpointing(ModelSaving):
                     "objects that have both can be kept"
                 )
         self._prepared.registered.extend(objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call a function at each `save_state`, on all processes, before the checkpoint is written.
-
-        Args:
-            hook: Called with the prepared models, a list of their states by position, and a temporary folder, whose
-                files become part of the checkpoint. A state that it removes from the list on the main process is not
-                saved.
-
-        Returns:
-            A handle whose `remove()` undoes this.
-        """
-        return _registered_hook(self._save_hooks, hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call a function at each `load_state`, on all processes, before anything is restored.
-
-        Args:
-            hook: Called with a list of the prepared models and the checkpoint's folder. A model that it removes from
-                the list is not loaded.
-
-        Returns:
-            A handle whose `remove()` undoes this.
-        """
-        return _registered_hook(self._load_hooks, hook)
 
     def end_training(self) -> None:
         try:
@@ -436,10 +428,9 @@ class Checkpointing(ModelSaving):
                 parameter.grad = torch.empty_like(parameter).copy_(gradients[name]).mul_(self._local_scale)
 
 
-def _registered_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+def _name_ignored(call: str, given: Mapping[str, Any]) -> None:
+    if given:
+        warn(f"Accelerator.{call}: {join_names([*given], most=None)} without effect")
 
 
 def _number(path: Path) -> int:

@@ -134,16 +134,16 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         yield
 
 
-def str_to_bool(value: str) -> int:
-    """Return 1 for a text such as "yes" or "true", and 0 for one such as "no" or "false".
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for a text such as "yes" or "true", and 0 for one such as "no" or "false"; with `to_bool`, a bool.
 
     Raises:
         ValueError: If the text is neither.
     """
     if value.lower() in ("y", "yes", "t", "true", "on", "1"):
-        return 1
+        return True if to_bool else 1
     if value.lower() in ("n", "no", "f", "false", "off", "0"):
-        return 0
+        return False if to_bool else 0
     raise ValueError(f"{value!r} is no truth value; use 'yes' or 'no'")
 
 
