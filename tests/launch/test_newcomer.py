@@ -225,7 +225,7 @@ def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machi
 @pytest.mark.distributed
 def test_a_machine_with_another_training_leaves_those_that_stay_after_a_loss_in_their_processes(tmp_path: Path) -> None:
     """It joins in the membership that follows, whose ranks save first."""
-    run = Joining(tmp_path, min_nodes=1)
+    run = Joining(tmp_path, min_nodes=1, last_call=30.0)
     try:
         before = begin(run, machines=3)
         run.start(3, digest="other")
