@@ -97,9 +97,9 @@ def _optional(field: str) -> OtherName:
 
 
 def _generation(value: Any) -> Fields | Refusal:
-    if value is None or isinstance(value, Mapping):
-        return Fields({"generation_config": value})
-    return Refusal("give a dict of arguments of generate, which is added to the model's own generation_config")
+    if hasattr(value, "to_diff_dict"):
+        return Refusal("give a dict of arguments of generate, which is added to the model's own generation_config")
+    return Fields({"generation_config": value})
 
 
 def _reporters(value: Any) -> Fields | Refusal:
