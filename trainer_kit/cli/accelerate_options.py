@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from trainer_kit.launch.accelerate_config import OF_FSDP
+
 _SATISFIED = {
     "main_training_function": 1, "multi_gpu": 0, "no_tpu_cluster": 0, "quiet": 0, "same_network": 0,
 }  # fmt: skip
@@ -25,15 +27,7 @@ _BY_VALUE = {
     "fsdp_version": (("2",), "sharding is that of version 2; leave the option out"),
     "fsdp_sharding_strategy": (("full_shard", "1"), _PLUGIN.format("reshard_after_forward=False")),
     "fsdp_reshard_after_forward": (("true", "full_shard"), _PLUGIN.format("reshard_after_forward=False")),
-    "fsdp_offload_params": (
-        ("false",),
-        "give FullyShardedDataParallelPlugin(cpu_offload=True) to the Accelerator, or strategy=FSDP(offload=True) to "
-        "the Trainer",
-    ),
-    "fsdp_activation_checkpointing": (
-        ("false",),
-        "give FullyShardedDataParallelPlugin(activation_checkpointing=True), or gradient_checkpointing=True",
-    ),
+    **{name: (("false",), sentence) for name, sentence in OF_FSDP.items()},
     "dynamo_mode": (("default",), _COMPILED.format("mode=")),
 }
 """Options that change nothing with some of their values, and otherwise are refused with a sentence."""

@@ -177,11 +177,13 @@ def in_force(
     decided = {field for field, own in given.items() if not isinstance(own, Mapping)}
     kept: dict[str, Any] = {}
     for name, value in file.items():
+        if name in settings:
+            continue
         fields = fields_of(name, value)
-        if name not in settings and not decided & fields.keys():
-            kept[name] = value
-        elif name not in settings:
+        if decided & fields.keys():
             kept |= {field: own for field, own in fields.items() if field not in decided}
+        else:
+            kept[name] = value
     return kept
 
 

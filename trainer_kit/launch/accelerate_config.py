@@ -34,7 +34,7 @@ _SATISFIED = {
 }  # fmt: skip
 """Fields that are read otherwise, or whose meaning holds in any case."""
 
-_OF_FSDP = {
+OF_FSDP = {
     "fsdp_offload_params": "give FullyShardedDataParallelPlugin(cpu_offload=True) to the Accelerator, or "
     "strategy=FSDP(offload=True) to the Trainer",
     "fsdp_activation_checkpointing": "give FullyShardedDataParallelPlugin(activation_checkpointing=True) to the "
@@ -68,7 +68,7 @@ def from_accelerate(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("compute_environment='AMAZON_SAGEMAKER' is not available; start the command on the machine")
     if str(values.get("gpu_ids") or "all") != "all":
         raise ValueError(f"gpu_ids={values['gpu_ids']!r} has no effect; set CUDA_VISIBLE_DEVICES instead")
-    for name, sentence in _OF_FSDP.items():
+    for name, sentence in OF_FSDP.items():
         if is_set((values.get("fsdp_config") or {}).get(name)):
             raise ValueError(f"fsdp_config: {name}={values['fsdp_config'][name]!r} is not available here; {sentence}")
     flat = {**values, **(values.get("dynamo_config") or {})}

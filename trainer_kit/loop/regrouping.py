@@ -162,9 +162,9 @@ class Regrouping:
         Raises:
             LostProcessError: If new processes have to resume from a checkpoint.
         """
-        run, group = self.run, self.run.strategy.regroupable
+        run, group = self.run, self.group
         is_vain = isinstance(end, LostProcessError) and self._vain_at == run.state.step
-        if not self.is_newcomer and (group is None or not self.is_possible or is_vain):
+        if not self.is_newcomer and (group is None or is_vain):
             raise end
         begin = since = time.perf_counter()
         processes = run.strategy.world_size

@@ -159,10 +159,7 @@ class StepMetrics:
         Raises:
             NonFiniteError: As for `read`, if a gradient is not finite; also on processes that have just joined.
         """
-        bad = (
-            each for each in self.history.norms() if not math.isfinite(each.norm or 0.0) and self._ends_the_run(each)
-        )
-        first = next(bad, None)
+        first = next(filter(self._ends_the_run, self.history.norms()), None)
         own = None if first is None else self._error(first, newest_checkpoint())
         errors = [error for error in self.run.strategy.collectives.gather_object(own) if error is not None]
         if errors:
