@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import accelerate
 import accelerate.utils
 import pytest
+import torch
 
 import trainer_kit
 from trainer_kit import accelerator as ours
@@ -86,6 +88,31 @@ def test_arguments_are_accelerate_s(name: str) -> None:
     for place, argument in enumerate(positional):
         if argument in theirs:
             assert list(theirs)[place] == argument
+
+
+def prepared(accelerator: Any) -> dict[str, Any]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
+    made = dict(zip(("optimizer", "schedule", "loader"), accelerator.prepare(optimizer, schedule, loader), strict=True))
+    return made | {
+        "accelerator": accelerator,
+        "state": accelerator.state,
+        "gradient_state": accelerator.gradient_state,
+    }
+
+
+def test_attributes_of_accelerate_s_objects_exist_or_are_explained() -> None:
+    theirs, own = prepared(accelerate.Accelerator(cpu=True)), prepared(trainer_kit.Accelerator(cpu=True))
+    objects = [(theirs[kind], own[kind]) for kind in theirs]
+    for one, other in [*objects, (accelerate.PartialState(), ours.PartialState())]:
+        for name in dir(one):
+            if not name.startswith("_"):
+                try:
+                    getattr(other, name)
+                except AttributeError as error:
+                    assert re.search(rf"no attribute '{name}': \w", str(error)), error  # noqa: PT017
 
 
 def test_the_guide_names_what_is_left_out() -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer_kit.accelerator.concat import joined, row_count, spread
 from trainer_kit.accelerator.reader import BatchRequest, CountingCollator, Dealt, Reader, WorkerReader
+from trainer_kit.accelerator.unavailable import member
 from trainer_kit.accelerator.wrappers import AccumulationState
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.sampling import mix
@@ -140,7 +141,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet in a copy
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        return member(self.loader, "DataLoader", name)
 
     # A DataLoader's own refuses to set attributes.
     __setattr__ = object.__setattr__  # type: ignore[assignment]

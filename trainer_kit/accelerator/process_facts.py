@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainer_kit.accelerator.unavailable import no_member
 from trainer_kit.accelerator.utils.enums import DistributedType
 from trainer_kit.strategies.base import Strategy
 
@@ -23,6 +24,9 @@ class ProcessFacts:
     """
 
     strategy: Strategy
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_member(self, name, *(kind.__name__ for kind in type(self).__mro__))
 
     # Identity of this process
 

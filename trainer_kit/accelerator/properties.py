@@ -12,22 +12,6 @@ from trainer_kit.accelerator.utils.dataclasses import (
     InitProcessGroupKwargs,
 )
 
-_PARALLELISM = (
-    "tensor, context, pipeline and sequence parallelism are not available; process_index is the rank of the data"
-)
-_MISSING = {
-    **dict.fromkeys(
-        (
-            "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_ulysses_dl_adapter",
-            "maybe_context_parallel", "pipeline_parallel_rank", "tensor_parallel_rank",
-        ),
-        _PARALLELISM,
-    ),
-    "lomo_backward": "LOMO is not available; use an optimizer of torch and backward(loss)",
-    "use_fp16": "earlier releases of accelerate had it; use mixed_precision == 'fp16'",
-    "verify_device_map": "a model is on one device, or sharded; leave the check out",
-}  # fmt: skip
-
 
 class AcceleratorProperties(ProcessFacts):
     """The settings of an Accelerator as attributes, under accelerate's names.
@@ -121,7 +105,3 @@ class AcceleratorProperties(ProcessFacts):
         """Package that computes in fp8: "AO" for torchao; "NO" without `mixed_precision="fp8"`."""
         precision = self.strategy.precision
         return "AO" if precision is not None and precision.mode == "fp8" else "NO"
-
-    def __getattr__(self, name: str) -> Any:
-        todo = f": {_MISSING[name]}" if name in _MISSING else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{todo}", name=name, obj=self)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.unavailable import member
 
 
 class SkippedLoader(DataLoader[Any]):
@@ -30,7 +31,7 @@ class SkippedLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet in a copy
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        return member(self.loader, "DataLoader", name)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.batches)

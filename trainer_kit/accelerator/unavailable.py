@@ -1,16 +1,20 @@
-"""Names of accelerate for which there is nothing here: scripts can import them, and a use is refused in a sentence."""
+"""Names of accelerate for which there is nothing here: scripts can import them, and a use is refused in a sentence.
+
+Attributes of its objects without a counterpart are listed here too; a script that reads one gets a sentence.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 _SHARD = "shard the model with FullyShardedDataParallelPlugin()"
+_NO_DEEPSPEED = f"DeepSpeed is not available; {_SHARD}"
 _FSDP_FILES = "save_state() and save_model() gather a sharded model; load_state() divides it again"
 _COMPILING = "a prepared model is compiled by TorchDynamoPlugin(use_regional_compilation=True)"
 _LOADERS = "prepare() divides the batches, and skip_first_batches(loader, n) skips some"
 _DETAIL = "it is a detail of accelerate's own code; leave it out"
 _BY_REASON = {
-    f"DeepSpeed is not available; {_SHARD}": (
+    _NO_DEEPSPEED: (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper "
         "DeepSpeedSequenceParallelConfig DummyOptim DummyScheduler GatheredParameters HfDeepSpeedConfig "
         "compile_regions_deepspeed deepspeed_required get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed "
@@ -94,6 +98,61 @@ _BY_REASON = {
         "purge_accelerate_environment verify_operation"
     ),
 }
+_PARALLELISM = (
+    "tensor, context, pipeline and sequence parallelism are not available; process_index is the rank of the data"
+)
+_IN_STEP = "use accelerator.gradient_state"
+_MEMBERS_BY_REASON = {
+    "Accelerator": {
+        _PARALLELISM: (
+            "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter "
+            "maybe_context_parallel pipeline_parallel_rank tensor_parallel_rank"
+        ),
+        "mixed_precision='fp8' uses torchao's recipe, which has no options; leave it out": (
+            "ao_recipe_handler delayed_fp8_autocast has_fp8_handler msamp_recipe_handler te_recipe_handler"
+        ),
+        "use mixed_precision == 'fp8'": "fp8_enabled",
+        "earlier releases of accelerate had it; use mixed_precision == 'fp16'": "use_fp16",
+        "LOMO is not available; use an optimizer of torch and backward(loss)": "lomo_backward",
+        "a model is on one device, or sharded; leave the check out": "verify_device_map",
+        "count the batches in the loop": "step",
+        "use set_trigger() and check_trigger()": "flag_tensor",
+    },
+    "PartialState": {
+        "use device": "default_device",
+        "the device is set when the state is made; leave the call out": "set_device",
+        _DETAIL: "fork_launched",
+    },
+    "AcceleratorState": {
+        _COMPILING: "dynamo_plugin",
+        _NO_DEEPSPEED: "get_deepspeed_plugin select_deepspeed_plugin",
+    },
+    "DataLoader": {
+        "its batches are on accelerator.device": "device",
+        "count the epochs in the loop, and give each to set_epoch()": "iteration",
+        _IN_STEP: "gradient_state",
+        "the attribute `loader` is the DataLoader that was prepared": "base_dataloader",
+        "the processes agree on the order of samples without it; leave it out": "rng_types synchronized_generator",
+        "use accelerator.skip_first_batches(loader, n)": "skip_batches",
+        "use accelerator.use_stateful_dataloader": "use_stateful_dataloader",
+    },
+    "optimizer": {
+        "use accelerator.state": "accelerator_state",
+        _IN_STEP: "gradient_state",
+        "use accelerator.scaler": "scaler",
+        "it is the argument of Accelerator(device_placement=)": "device_placement",
+    },
+    "scheduler": {
+        _IN_STEP: "gradient_state",
+        "use accelerator.split_batches": "split_batches",
+        "print get_last_lr()": "print_lr",
+        "it is the argument of Accelerator(step_scheduler_with_optimizer=)": "step_with_optimizer",
+    },
+}  # fmt: skip
+_MEMBERS = {
+    kind: {name: reason for reason, names in by_reason.items() for name in names.split()}
+    for kind, by_reason in _MEMBERS_BY_REASON.items()
+}
 _REASONS = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
 
 
@@ -104,6 +163,27 @@ def refusing(name: str, reason: str) -> Any:
         raise ValueError(f"{name}: {reason}")
 
     return type(name, (), {"__init__": refuse, "__doc__": f"Not available: {reason}."})
+
+
+def no_member(owner: object, name: str, *kinds: str) -> AttributeError:
+    """Return the error for a missing attribute; where accelerate's kinds of objects have it, it says what to do."""
+    reasons = [_MEMBERS[kind][name] for kind in kinds if name in _MEMBERS.get(kind, ())]
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(": ".join([message, *reasons[:1]]), name=name, obj=owner)
+
+
+def member(inner: object, kind: str, name: str) -> Any:
+    """Return an attribute of the object that was prepared.
+
+    Raises:
+        AttributeError: If it has none.
+    """
+    try:
+        return getattr(inner, name)
+    except AttributeError:
+        if name not in _MEMBERS[kind]:
+            raise
+    raise no_member(inner, name, kind)
 
 
 def __getattr__(name: str) -> Any:

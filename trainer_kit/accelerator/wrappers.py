@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer_kit.accelerator.unavailable import member
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors
@@ -175,7 +176,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet in a copy
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        return member(self.optimizer, "optimizer", name)
 
     def __getstate__(self) -> dict[str, Any]:
         skipped = self.step_was_skipped
@@ -282,7 +283,7 @@ class PreparedScheduler(LRScheduler):
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet in a copy
             raise AttributeError(name)
-        return getattr(self.scheduler, name)
+        return member(self.scheduler, "scheduler", name)
 
     def get_last_lr(self) -> list[Any]:
         rates: list[Any] = self.scheduler.get_last_lr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 
@@ -16,7 +17,6 @@ _PACKAGES = {
     "is_4bit_bnb_available": "bitsandbytes",
     "is_8bit_bnb_available": "bitsandbytes",
     "is_aim_available": "aim",
-    "is_bnb_available": "bitsandbytes",
     "is_boto3_available": "boto3",
     "is_clearml_available": "clearml",
     "is_comet_ml_available": "comet_ml",
@@ -108,6 +108,13 @@ def is_torchdata_stateful_dataloader_available() -> bool:
 def is_rich_available() -> bool:
     """Return False: errors and bars are not drawn by rich."""
     return False
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, and at least of a version."""
+    if not _is_installed("bitsandbytes"):
+        return False
+    return min_version is None or TorchVersion(importlib.metadata.version("bitsandbytes")) >= min_version
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
