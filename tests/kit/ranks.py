@@ -18,7 +18,6 @@ does not end within `timeout` seconds ends the processes and fails.
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -44,6 +43,9 @@ from kit.forked import fork_server
 _pool: list[_Rank] = []
 """The processes, by rank; a call on more of them starts those that are missing."""
 
+
+_MAX_THREADS = 60
+"""Threads with which a process is replaced: groups that something keeps have three each, which never rest."""
 
 _ASKS_FOR_NEWER = re.compile(r"use torch [\d.]+ or newer")
 
@@ -77,7 +79,7 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
         for rank, process in enumerate(_pool[:world_size]):
             has_ended = any(not each.process.is_alive() for each in _pool)
             results.append(process.end(rank, world_size, min(timeout, 10) if has_ended else timeout))
-        if any(not each.process.is_alive() for each in _pool):
+        if any(not each.process.is_alive() or each.threads() > _MAX_THREADS for each in _pool):
             _end()
         for result in results:
             if isinstance(result, RankFailed) and _ASKS_FOR_NEWER.search(str(result.error)):
@@ -111,6 +113,12 @@ class _Rank:
         # Pickled here: a Connection's own way would share tensors by file descriptors.
         work = (environment, function.__module__, home, function.__qualname__, *given)
         self.connection.send_bytes(pickle.dumps(work))
+
+    def threads(self) -> int:
+        try:
+            return int(psutil.Process(self.process.pid).num_threads())
+        except psutil.NoSuchProcess:
+            return 0
 
     def end(self, rank: int, world_size: int, timeout: float) -> Any:
         if not self.connection.poll(timeout):
@@ -189,7 +197,6 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
     dist.set_debug_level(dist.DebugLevel.OFF)
     connection = Client(("127.0.0.1", port), authkey=b"ranks")
     connection.send(os.getpid())
-    gc.freeze()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     while True:
         try:
@@ -205,7 +212,6 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
         if dist.is_initialized():  # a process that failed leaves its group as it is
             dist.destroy_process_group()
         _forget_meshes()
-        _forget_groups()
         try:
             answer = pickle.dumps(result)
             pickle.loads(answer)
@@ -221,11 +227,6 @@ def _forget_meshes() -> None:
 
         if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # torch 2.6 lacks it
             forget()
-
-
-def _forget_groups() -> None:
-    """Collect the groups that models in cycles hold: each has three threads, which wake up a hundred times a second."""
-    gc.collect()
 
 
 def _end_with_parent(parent: int) -> None:
