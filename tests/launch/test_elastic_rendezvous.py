@@ -94,7 +94,7 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
 
 
 def test_machines_that_have_begun_wait_for_none(elastic: Meetings) -> None:
-    machines = [elastic.machine(number) for number in range(3)]
+    machines = [elastic.machine(number, last_call=30) for number in range(3)]
     infos = together(*(machine.next_rendezvous for machine in machines))
     machines[2].shutdown()
     time.sleep(0.5)  # until the keeper knows it
