@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -703,3 +704,16 @@ def test_a_schedule_of_a_lambda_can_be_saved(tmp_path: Path) -> None:
     schedule.step()
     accelerator.load_state(tmp_path / "state")
     assert schedule.last_epoch == 1
+
+
+def test_a_repeated_loss_weighs_as_many_samples_as_its_batch_has() -> None:
+    """As transformers' scripts without a Trainer average it; accelerate is asked for the same."""
+    values = torch.arange(19.0)
+    means = []
+    for kind in (accelerate.Accelerator, Accelerator):
+        accelerator = kind(cpu=True)
+        loader = accelerator.prepare(DataLoader(values, batch_size=8))
+        parts = [accelerator.gather_for_metrics(batch.mean().repeat(8)) for batch in loader]
+        assert [len(part) for part in parts] == [8, 8, 3]
+        means.append(torch.cat(parts).mean().item())
+    assert means == [9.0, 9.0]

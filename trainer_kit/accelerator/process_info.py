@@ -67,6 +67,8 @@ class ProcessInfo(ProcessOperations):
         The loader is the innermost prepared one that is being iterated. A tree that holds other things than tensors is
         gathered as Python objects: lists and tuples are concatenated, anything else becomes one element per process.
 
+        A scalar that is repeated to the size of a batch, as a mean loss, is cut to the samples of a shorter last batch.
+
         Args:
             input_data: One row (or element) per sample of this process's batch.
             use_gather_object: Whether to gather tensors as Python objects too.
@@ -79,8 +81,10 @@ class ProcessInfo(ProcessOperations):
         loaders = self.flow.loaders
         rows, real = (loaders[-1].rows, loaders[-1].real) if loaders else (0, 0)
         if not use_gather_object and foreign(input_data) is None:
-            devices = self.strategy.devices
-            return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real, devices), input_data))
+            devices, full = self.strategy.devices, 0
+            if loaders and loaders[-1].gave_last:
+                full = (loaders[-1].total_batch_size or 0) // self.num_processes
+            return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real, devices, full), input_data))
         if isinstance(input_data, (list, tuple)):
             own = list(input_data)
             own = own[:real] if len(own) == rows else own if real or not loaders else []
@@ -89,10 +93,19 @@ class ProcessInfo(ProcessOperations):
         return [each for part in self.strategy.collectives.gather_object(own) for each in part]
 
 
-def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int) -> torch.Tensor:
-    """Return the part of a batch's results that belongs to its first `real` rows."""
+def _without_repeats(tensor: torch.Tensor, rows: int, real: int, devices: int, full: int) -> torch.Tensor:
+    """Return the part of a batch's results that belongs to its first `real` rows.
+
+    Args:
+        tensor: The results.
+        rows: Rows of the batch, with repeats.
+        real: Rows without repeats.
+        devices: Devices of this process.
+        full: Rows that the batches before had, where this is a pass's last one; else 0.
+    """
     if real == rows:
-        return tensor
+        is_repeated = 0 < rows < full and tensor.ndim > 0 and tensor.shape[0] == full
+        return tensor[:real] if is_repeated else tensor
     tensor = tensor if tensor.ndim else tensor[None]
     length = tensor.shape[0]
     if real == 0 or length * devices % rows == 0:  # one or more rows per sample, or per sample of one device

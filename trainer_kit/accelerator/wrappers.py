@@ -31,6 +31,10 @@ class BeingRead(Protocol):
     def remainder(self) -> int:
         """See `PreparedLoader.remainder`."""
 
+    @property
+    def total_batch_size(self) -> int | None:
+        """See `PreparedLoader.total_batch_size`."""
+
 
 _BEING_READ: list[BeingRead] = []
 
