@@ -149,11 +149,14 @@ _MEMBERS_BY_REASON = {
         "it is the argument of Accelerator(step_scheduler_with_optimizer=)": "step_with_optimizer",
     },
 }  # fmt: skip
-_MEMBERS = {
-    kind: {name: reason for reason, names in by_reason.items() for name in names.split()}
-    for kind, by_reason in _MEMBERS_BY_REASON.items()
-}
-_REASONS = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
+
+
+def _by_name(by_reason: dict[str, str]) -> dict[str, str]:
+    return {name: reason for reason, names in by_reason.items() for name in names.split()}
+
+
+_REASONS = _by_name(_BY_REASON)
+_MEMBERS = {kind: _by_name(by_reason) for kind, by_reason in _MEMBERS_BY_REASON.items()}
 
 
 def refusing(name: str, reason: str) -> Any:
@@ -167,9 +170,8 @@ def refusing(name: str, reason: str) -> Any:
 
 def no_member(owner: object, name: str, *kinds: str) -> AttributeError:
     """Return the error for a missing attribute; where accelerate's kinds of objects have it, it says what to do."""
-    reasons = [_MEMBERS[kind][name] for kind in kinds if name in _MEMBERS.get(kind, ())]
-    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(": ".join([message, *reasons[:1]]), name=name, obj=owner)
+    todo = next((f": {_MEMBERS[kind][name]}" for kind in kinds if name in _MEMBERS.get(kind, ())), "")
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{todo}", name=name, obj=owner)
 
 
 def member(inner: object, kind: str, name: str) -> Any:
