@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging as std_logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,8 +145,27 @@ def test_a_logger_of_the_main_process(caplog: pytest.LogCaptureFixture, monkeypa
         logger.info("everywhere", main_process_only=False)
         for _ in range(2):
             logger.warning_once("once", main_process_only=False)
-    assert [record.getMessage() for record in caplog.records] == ["first 1", "everywhere", "once"]
+    assert [record.getMessage() for record in caplog.records] == ["first 1", "[RANK 1] everywhere", "[RANK 1] once"]
     assert {record.filename for record in caplog.records[:2]} == {"test_operations.py"}
+
+
+@pytest.mark.distributed
+def test_all_processes_log_one_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert on_ranks(2, log_in_order, str(path)) == [None, None]
+    assert path.read_text().split("\n") == ["only 0", "[RANK 0] all: 0", "[RANK 1] all: 1", ""]
+
+
+def log_in_order(path: str) -> None:
+    PartialState._reset_state()  # of an earlier call in this process
+    rank = PartialState(cpu=True).process_index
+    logger, handler = get_logger("a.script"), std_logging.FileHandler(path)
+    logger.logger.setLevel(std_logging.INFO)
+    logger.logger.addHandler(handler)
+    logger.info("only %d", rank)
+    logger.info("all: %d", rank, in_order=True)
+    logger.logger.removeHandler(handler)
+    handler.close()
 
 
 def local_training(enabled: bool) -> list[float]:

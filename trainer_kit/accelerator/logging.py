@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.accelerator.state import PartialState
@@ -22,32 +22,31 @@ class MultiProcessAdapter(_LoggerAdapter):
     """A logger whose calls take `main_process_only` (True unless given) and `in_order`."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a message.
+        """Log a message. What any process may write begins with the process's rank, as `[RANK 1]`.
 
         Args:
             level: Level of the message.
             msg: The message.
             args: Its arguments.
             kwargs: Arguments of `logging.Logger.log`; `main_process_only`: whether only the main process writes;
-                `in_order`: whether the processes write one after another, which makes the call collective.
+                `in_order`: whether all processes write, one after another, which makes the call collective and
+                `main_process_only` of no effect.
         """
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        if in_order and not only_main:
-            state = PartialState()
-            for rank in range(state.num_processes):
-                if rank == state.process_index:
-                    self._write(level, msg, *args, **kwargs)
-                state.wait_for_everyone()
-        elif environment.place().rank == 0 or not only_main:  # needs no process group, which may come later
-            self._write(level, msg, *args, **kwargs)
-
-    def _write(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        kwargs["stacklevel"] += 1
+        rank = environment.place().rank  # needs no process group, which may come later
+        kwargs.setdefault("stacklevel", 2)
         text, options = self.process(msg, kwargs)
-        self.logger.log(level, text, *args, **options)
+        turns: Iterable[int] = [0]
+        if in_order or not only_main:
+            text = f"[RANK {rank}] {text}"
+            turns = range(PartialState().num_processes) if in_order else [rank]
+        for turn in turns:
+            if turn == rank:
+                self.logger.log(level, text, *args, **options)
+            if in_order:
+                PartialState().wait_for_everyone()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message and its options unchanged."""
