@@ -15,6 +15,7 @@ import pytest
 import transformers
 from kit.guides import Guide
 from kit.name_tables import Names, attributes, example, named, ours, problems, public, rows, spans, version
+from kit.releases import is_pinned
 
 from trainer_kit import Accelerator, TrainingArguments
 from trainer_kit.config.sources import OTHER_NAMES
@@ -47,8 +48,10 @@ def names_of_accelerate() -> Names:
     ("page", "theirs"), [("transformers", names_of_transformers), ("accelerate", names_of_accelerate)]
 )
 def test_each_name_exists(page: str, theirs: Any) -> None:
-    assert problems(page, theirs()) == []
     name, release = version(page).split()
+    if not is_pinned(name):
+        pytest.skip("the page has the names of the release in constraints.txt")
+    assert problems(page, theirs()) == []
     if sys.version_info < (3, 11):
         return  # constraints.txt has other releases
     assert importlib.metadata.version(name).startswith(f"{release}."), "check the page against the installed release"

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from kit.forked import fork_server
+from kit.releases import without_gloo
 from trainer_kit.launch.script import main as run_as_rank
 from trainer_kit.launch.script import run_as_main
 from trainer_kit.utils.thread_pool import renew_thread_pool
@@ -77,7 +78,7 @@ class PreloadedPython:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        return self.out.read_text(), self.err.read_text()
+        return without_gloo(self.out.read_text()), self.err.read_text()
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:

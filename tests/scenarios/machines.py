@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kit.preloaded import PreloadedPython
+from kit.releases import without_gloo
 
 ADDRESSES = tuple(f"10.77.0.{number}" for number in (1, 2, 3, 4, 5))
 HOSTS = ("machine-a", "machine-b", "machine-c", "machine-d", "machine-e")
@@ -188,8 +189,8 @@ def finish(*commands: Command, within: float = LIMIT) -> list[Ended]:
             raise AssertionError(f"no end within {within} s\n" + "\n".join(texts))
         time.sleep(0.02)
     return [
-        Ended(command.process.wait(), command.out.read_text(), command.err.read_text(), times[command])
-        for command in commands
+        Ended(each.process.wait(), without_gloo(each.out.read_text()), each.err.read_text(), times[each])
+        for each in commands
     ]
 
 

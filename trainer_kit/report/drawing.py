@@ -71,7 +71,9 @@ _SETTINGS: Any = {
 def settings() -> Iterator[None]:
     """Enter the context of a report's matplotlib settings, independent of the user's."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # in a run's name; a browser has more fonts
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing from (current )?font"
+        )  # in a run's name; a browser has more fonts
         matplotlib.rcdefaults()
         with matplotlib.rc_context(_SETTINGS):
             yield

@@ -77,17 +77,18 @@ def _raw_file(stream: Any) -> io.FileIO | None:
 
 def _guarded(raw: io.FileIO, label: str) -> Callable[[Any], int]:
     """Return a replacement of the file's `write` that records errors instead of raising them."""
-    # Bound here: at interpreter shutdown the names of this module are gone.
+    # Bound here: at interpreter shutdown the names of this module are gone, and at last the built-in ones.
     write, wait, failures = io.FileIO.write, select.select, _failures
+    view, failed, text = memoryview, OSError, str
 
     def guarded(data: Any) -> int:
-        size = memoryview(data).nbytes
+        size = view(data).nbytes
         try:
             while (written := write(raw, data)) is None:  # a non-blocking pipe is full
                 wait([], [raw.fileno()], [])
-        except OSError as error:
+        except failed as error:
             # Reported later: a logging handler could write to this stream during this write.
-            failures.setdefault(label, error.strerror or str(error))
+            failures.setdefault(label, error.strerror or text(error))
             return size
         return written
 
