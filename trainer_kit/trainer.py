@@ -14,18 +14,21 @@ from trainer_kit.callback import Callback, CallbackList, checked_callbacks
 from trainer_kit.callbacks import default_callbacks
 from trainer_kit.checkpoint.compatibility import default_request
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
-from trainer_kit.checkpoint.initial_weights import InitialWeights
+from trainer_kit.checkpoint.initial_weights import InitialWeights, checked_folder, seeded
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.config.event_schedule import evaluation_setting
 from trainer_kit.config.sources import OTHER_NAMES
+from trainer_kit.config.transformers_names import is_of_transformers
 from trainer_kit.data.build import make_collators, make_reading
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
-from trainer_kit.loop.evaluation_loop import EvaluationLoop
+from trainer_kit.loop.evaluation_loop import EvaluationLoop, chosen_dataset
+from trainer_kit.loop.generation import generating_with
 from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
+from trainer_kit.loop.results import ResultMethods
 from trainer_kit.loop.setup import set_up_training
 from trainer_kit.loop.training_loop import TrainingLoop
 from trainer_kit.loss.loss import ComputeLoss, Loss
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trainer_kit")
 
 
-class Trainer:
+class Trainer(ResultMethods):
     """Train, evaluate, save and resume a model.
 
     The life of a run:
@@ -88,7 +91,7 @@ class Trainer:
 
     Args:
         model: A `torch.nn.Module` that returns its loss; with `compute_loss`, any module. None with `model_init`.
-        args: The arguments; None: the defaults of `TrainingArguments`.
+        args: The `TrainingArguments`, or those of transformers, which are copied; None: the defaults.
         train_dataset: A map-style or iterable dataset, a DataLoader or `ReadyBatches`; None if the Trainer does not
             train.
         eval_dataset: The same, or a dict of several by name; None: no evaluation during training.
@@ -138,7 +141,7 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module | None = None,
-        args: TrainingArguments | None = None,
+        args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
@@ -158,16 +161,14 @@ class Trainer:
         eval_data_collator: Collator | None = None,
     ) -> None:
         check_class(type(self), Trainer)
-        args = TrainingArguments() if args is None else args
-        if not isinstance(args, TrainingArguments):
-            raise TypeError(f"args is a {_full_name(args)}; give trainer_kit's TrainingArguments (.from_transformers)")
+        args = _checked_arguments(args)
         guard_standard_streams()
         args.fix_folders()
         strategy = choose_strategy(args, strategy)
         _show_log(args.log_level if strategy.is_main else "error")
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
-        model_init = model_init and _seeded(model_init, args.seed)
+        model_init = model_init and seeded(model_init, args.seed)
         model = strategy.make_model(model_init) if model_init is not None else model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -190,16 +191,11 @@ class Trainer:
             processing_class=processing_class,
             train_sampler=train_sampler,
         )
-        self._initial = InitialWeights(self.run, _checked_folder(weights, strategy), model_init)
+        self._initial = InitialWeights(self.run, checked_folder(weights, strategy.is_main), model_init)
         self.collate, self.eval_collate = make_collators(self.run, data_collator, eval_data_collator, compute_loss)
         self._probe: LossProbe | None = None  # None until the model is prepared
         self._loop: TrainingLoop | None = None  # of the latest call of train
         self.events.call("on_init_end", self.run)
-
-    @property
-    def args(self) -> TrainingArguments:
-        """The arguments of the run."""
-        return self.run.args
 
     # Training
 
@@ -277,6 +273,8 @@ class Trainer:
     def _evaluation(self, to_train: bool = False) -> EvaluationLoop:
         if not to_train:
             refuse_to_join()
+            if self.run.strategy.is_main:  # for the files of a `compute_metrics`, or those of a script
+                Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         probe = self._probe or self._prepare()
         if self._initial.is_late and not to_train:  # a training may have been refused before it loaded the weights
             self._initial.load()
@@ -286,45 +284,49 @@ class Trainer:
 
     # Evaluation
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval", **generation: Any) -> dict[str, Any]:
         """Evaluate the model: the exact mean loss over all items, and the metrics.
 
         Args:
-            eval_dataset: The dataset; None: the one given to the Trainer. Datasets in a dict are evaluated one by
-                one, and each name becomes part of the metrics' prefix.
+            eval_dataset: The dataset, or the name of one of those given to the Trainer; None: the one given to the
+                Trainer. Datasets in a dict are evaluated one by one, and each name becomes part of the metrics' prefix.
             metric_key_prefix: Prefix of each metric's name.
+            **generation: Arguments of the model's `generate`, which take precedence for this evaluation.
 
         Returns:
             The metrics, with runtime (seconds), samples_per_second and steps_per_second.
 
         Raises:
+            TypeError: If an argument is unknown.
             ValueError: If there is no dataset, the dataset is empty, or the model returns no loss.
         """
-        dataset = self.run.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluate() needs eval_dataset")
-        evaluation = self._evaluation()
-        with generators_kept(self.run.strategy.device):
-            metrics = evaluation.evaluate(dataset, metric_key_prefix)
+        dataset = chosen_dataset(self.run.eval_dataset, eval_dataset)
+        with generating_with(self.args, generation, "evaluate"):
+            evaluation = self._evaluation()
+            with generators_kept(self.run.strategy.device):
+                metrics = evaluation.evaluate(dataset, metric_key_prefix)
         self.events.call("on_evaluate", self.run, metrics)
         return metrics
 
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test", **generation: Any) -> PredictionOutput:
         """Predict every sample of a dataset once, in the dataset's order.
 
         Args:
             test_dataset: The dataset, with or without labels.
             metric_key_prefix: Prefix of each metric's name.
+            **generation: Arguments of the model's `generate`, which take precedence for this prediction.
 
         Returns:
             Predictions and labels as arrays on the host, and the metrics.
 
         Raises:
+            TypeError: If an argument is unknown.
             ValueError: If the dataset is empty, or the model's output has no predictions.
         """
-        evaluation = self._evaluation()
-        with generators_kept(self.run.strategy.device):
-            output = evaluation.predict(test_dataset, metric_key_prefix)
+        with generating_with(self.args, generation, "predict"):
+            evaluation = self._evaluation()
+            with generators_kept(self.run.strategy.device):
+                output = evaluation.predict(test_dataset, metric_key_prefix)
         self.events.call("on_predict", self.run, output.metrics)
         return output
 
@@ -423,24 +425,16 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) ->
         raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
 
 
-def _checked_folder(weights: str | Path | None, strategy: Strategy) -> Path | None:
-    if weights is None:
-        return None
-    if strategy.is_main and not Path(weights).is_dir():  # other machines may not see it
-        raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
-    return Path(weights)
-
-
-def _seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[], torch.nn.Module]:
-    def make() -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return model_init()
-
-    return make
-
-
-def _full_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def _checked_arguments(args: Any) -> TrainingArguments:
+    """Return the arguments; those of transformers mean here what they mean there."""
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, TrainingArguments):
+        return args
+    if is_of_transformers(args):
+        return TrainingArguments.from_transformers(args)
+    kind = f"{type(args).__module__}.{type(args).__qualname__}"
+    raise TypeError(f"args is a {kind}; give trainer_kit's TrainingArguments")
 
 
 def _show_log(level: str) -> None:

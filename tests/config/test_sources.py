@@ -52,13 +52,17 @@ def test_a_field_of_a_subclass_may_have_the_name_of_another_trainer() -> None:
     assert args.data_seed == 5
 
 
+THEIRS = "or give the Trainer transformers' own TrainingArguments, which have it"
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("fp16", ": use mixed_precision='fp16'"),
         ("data_seed", ": seed= determines the order of samples too"),
-        ("world_size", ": use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"),
-        ("local_rank", ": use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"),
+        ("world_size", f": use PartialState().num_processes of trainer_kit.accelerator, {THEIRS}"),
+        ("local_rank", f": use PartialState().local_process_index of trainer_kit.accelerator, {THEIRS}"),
+        ("evaluation_strategy", ": use eval_strategy"),
         ("overwrite_output_dir", ": leave it out"),
         ("width", ""),
     ],

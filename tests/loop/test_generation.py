@@ -203,3 +203,21 @@ def test_a_mask_may_be_none(tmp_path: Path, kind: str) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **length)[0].tolist()
         expected = expected if kind == "t5" else expected[2:]
         assert (row + [0] * 5)[:5] == (expected + [0] * 5)[:5]
+
+
+def test_settings_of_one_call(tmp_path: Path) -> None:
+    mine = trainer(tmp_path, "t5")
+    data = [sample("t5", index) for index in range(7)]
+    found = mine.predict(data, max_length=4, num_beams=2, do_sample=None).predictions
+    assert found.shape == (7, 4)
+    assert np.array_equal(
+        found, trainer(tmp_path, "t5", generation_max_length=4, generation_num_beams=2).predict(data)[0]
+    )
+    assert mine.predict(data).predictions.shape == (7, 5)
+    assert mine.evaluate(metric_key_prefix="x", max_new_tokens=3)["x_loss"] > 0
+    with pytest.raises(
+        TypeError, match=r"evaluate\(\) has no argument 'metric_prefix', and generate\(\) neither; leave"
+    ):
+        mine.evaluate(metric_prefix="x")
+    with pytest.raises(TypeError, match=r"'ignore_keys', .*; give Trainer\(preprocess_logits_for_metrics=\)"):
+        mine.predict(data, ignore_keys=["hidden_states"])

@@ -89,3 +89,26 @@ class InitialWeights:
         if missing and strategy.is_main:
             warn(f"{lacks}: they begin as the model was made")
         return loaded
+
+
+def checked_folder(weights: str | Path | None, is_main: bool) -> Path | None:
+    """Return the folder of initial weights; the main process checks it, since other machines may not see it.
+
+    Raises:
+        ValueError: If it is no folder.
+    """
+    if weights is None:
+        return None
+    if is_main and not Path(weights).is_dir():
+        raise ValueError(f"weights={str(weights)!r} is no folder; give one that save_model() or a checkpoint wrote")
+    return Path(weights)
+
+
+def seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[], torch.nn.Module]:
+    """Return a function that seeds torch before it calls `model_init`."""
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return model_init()
+
+    return make

@@ -202,7 +202,7 @@ def attribute_sentence(name: str, value: Any, others: Mapping[str, OtherName], a
     if isinstance(found, Refusal):
         return found.sentence
     if found.values:
-        return f"use {', '.join(f'{field}={own!r}' for field, own in found.values.items())}"
+        return f"use {', '.join(field if own is True else f'{field}={own!r}' for field, own in found.values.items())}"
     return found.note or "leave it out"
 
 

@@ -263,13 +263,25 @@ _EARLIER: Mapping[str, OtherName] = {
 TRANSFORMERS_NAMES: Mapping[str, OtherName] = {**_EARLIER, **_CURRENT}
 """Translation of each setting of transformers that is not a field."""
 
-_PLACE = "use PartialState() of trainer_kit.accelerator, or trainer.run.strategy"
+_THEIRS = "or give the Trainer transformers' own TrainingArguments, which have it"
+
+
+def _of_state(name: str) -> str:
+    return f"use PartialState().{name} of trainer_kit.accelerator, {_THEIRS}"
+
+
 _GROUPS = "training evaluate testing save logging push_to_hub optimizer lr_scheduler dataloader"
 
 ATTRIBUTES: Mapping[str, str] = {
-    **dict.fromkeys(("device", "n_gpu", "parallel_mode", "distributed_state", "world_size", "process_index"), _PLACE),
-    **dict.fromkeys(("local_process_index", "local_rank", "should_log", "should_save", "main_process_first"), _PLACE),
-    "get_process_log_level": "use log_level; the Trainer shows only errors of other processes",
+    **dict.fromkeys(("should_log", "should_save"), _of_state("is_main_process")),
+    **dict.fromkeys(("local_process_index", "local_rank"), _of_state("local_process_index")),
+    **{name: _of_state(name) for name in ("device", "process_index")},
+    "world_size": _of_state("num_processes"),
+    "parallel_mode": _of_state("num_processes > 1"),
+    "main_process_first": _of_state("main_process_first()"),
+    "distributed_state": f"use PartialState() of trainer_kit.accelerator, {_THEIRS}",
+    "n_gpu": f"each process has one device, {_THEIRS}",
+    "get_process_log_level": f"use getattr(logging, args.log_level.upper()), {_THEIRS}",
     **dict.fromkeys((f"set_{name}" for name in _GROUPS.split()), "give the arguments to TrainingArguments()"),
     "to_json_string": "use to_dict(), or save(path)",
     "to_sanitized_dict": "use to_dict()",
@@ -279,6 +291,12 @@ ATTRIBUTES: Mapping[str, str] = {
     "ddp_timeout_delta": "use Trainer(strategy=DDP(ddp_timeout=...))",
 }
 """What stands for attributes of transformers' `TrainingArguments` that have a value only while a program runs."""
+
+
+def is_of_transformers(args: Any) -> bool:
+    """Return whether arguments are transformers' `TrainingArguments`, or of a subclass."""
+    kinds = type(args).__mro__
+    return any(kind.__name__ == "TrainingArguments" and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
@@ -293,8 +311,7 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     Raises:
         TypeError: If it is something else.
     """
-    kinds = type(hf_args).__mro__
-    if not any(kind.__name__ == "TrainingArguments" and kind.__module__.startswith("transformers.") for kind in kinds):
+    if not is_of_transformers(hf_args):
         raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
     default = type(hf_args)(output_dir=hf_args.output_dir)
     settings = {

@@ -78,3 +78,23 @@ class EvaluationLoop:
                 return self._evaluator(batches, prefix, keep)
             except DoesNotFitError as error:
                 halve_evaluation_batch(run, error)
+
+
+def chosen_dataset(given: Any, chosen: Any) -> Any:
+    """Return the dataset to evaluate.
+
+    Args:
+        given: The dataset given to the Trainer, or a dict of several; None without one.
+        chosen: A dataset, or the name of one of those; None: what was given.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if isinstance(chosen, str):
+        if not is_named(given) or chosen not in given:
+            known = f"its names are {', '.join(map(repr, given))}" if is_named(given) else "it is no dict of datasets"
+            raise ValueError(f"eval_dataset={chosen!r} is no name in the Trainer's eval_dataset: {known}")
+        return given[chosen]
+    if chosen is None and given is None:
+        raise ValueError("evaluate() needs eval_dataset")
+    return given if chosen is None else chosen

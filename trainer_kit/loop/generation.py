@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import IGNORED, labels_of, shape_of
 from trainer_kit.loss.loss import columns_of
 from trainer_kit.run import Run
@@ -136,3 +138,40 @@ class TextGenerator:
                 fill = (self.pad_id or 0) if name == "input_ids" else 0
                 inputs[name] = torch.where(mask, column.gather(1, order), fill)
         return {**inputs, "attention_mask": mask.to(ids.dtype)}
+
+
+@contextlib.contextmanager
+def generating_with(args: TrainingArguments, settings: Mapping[str, Any], method: str) -> Iterator[None]:
+    """Set arguments of `generate` for one evaluation; those that are None have no effect.
+
+    Args:
+        args: The arguments of the run, which have their own values again afterwards.
+        settings: The settings by name.
+        method: Name of the method that got them, for the error.
+
+    Raises:
+        TypeError: If a name is no argument of `generate`.
+    """
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not settings:
+        yield
+        return
+    from transformers import GenerationConfig
+
+    for name in settings:
+        if not hasattr(GenerationConfig(), name):
+            todo = "give Trainer(preprocess_logits_for_metrics=)" if name == "ignore_keys" else "leave it out"
+            raise TypeError(f"{method}() has no argument {name!r}, and generate() neither; {todo}")
+    kept = {
+        name: getattr(args, name) for name in ("generation_config", "generation_max_length", "generation_num_beams")
+    }
+    args.generation_config = {**(args.generation_config or {}), **settings}
+    if not settings.keys().isdisjoint(("max_length", "max_new_tokens")):
+        args.generation_max_length = None
+    if "num_beams" in settings:
+        args.generation_num_beams = None
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)

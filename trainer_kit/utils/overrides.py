@@ -34,16 +34,12 @@ _EVALUATION = (
 _COLLATING = "give Trainer(data_collator=) for what a batch holds; a Strategy's to_device moves it"
 _OPTIMIZER = "give Trainer(optimizer=), made with the parameter groups that you want, or TrainingArguments(optim=)"
 _SCHEDULER = "give Trainer(lr_scheduler=), a scheduler of optimizer= or a function that makes one from an optimizer"
-_RATE = "each record has learning_rate; run.optimizer.param_groups and run.lr_scheduler hold the rest"
+_RATE = "each record has learning_rate; trainer.run.optimizer.param_groups and trainer.run.lr_scheduler hold the rest"
 _RECORDS = (
     "give a Callback: its metrics(run) adds numbers to each record, its on_log(run, record) and on_evaluate(run, "
     "metrics) get what is logged"
 )
-_METRICS = (
-    "train, evaluate and predict log their metrics and write them to log.jsonl; leave the call out, or print the dict "
-    "of metrics that they return"
-)
-_STATE_FILE = "train saves the state in its checkpoints, the last step's included; leave the call out"
+_METRICS = "log_metrics(split, metrics) prints them"
 _SAVING = (
     "put objects with state_dict and load_state_dict into run.stateful to have them in each checkpoint, or give a "
     "Callback with on_save or state_dict"
@@ -60,17 +56,19 @@ _CLIPPING = (
     "the gradients"
 )
 _COUNTS = "return (loss_sum, count) from compute_loss to count a batch's items differently"
-_TOKENS = "each record has the tokens; run.state.tokens counts them"
+_TOKENS = "each record has the tokens; trainer.run.state.tokens counts them"
 _FLOPS = "each record has the FLOP/s of the model and of the hardware"
-_RANKS = "ask run.strategy.is_main or run.strategy.collectives.is_local_main"
-_MODEL = "give Trainer(model=) or Trainer(model_init=); run.model holds the model"
-_TOKENIZER = "give Trainer(processing_class=); run.processing_class holds it"
+_MODEL = "give Trainer(model=) or Trainer(model_init=); trainer.model holds the model"
+_TOKENIZER = "give Trainer(processing_class=); trainer.processing_class holds it"
 _HUB = (
     "give Trainer(callbacks=[PushToHub('me/my-model')]) of trainer_kit.callbacks, which pushes each checkpoint with a "
-    "model card; model_card(output_dir) of trainer_kit.report.card returns the card's text"
+    "model card; create_model_card() writes the card alone"
 )
 _SEARCH = "make a Trainer for each trial, with Trainer(model_init=)"
-_STATE = "run.state holds the counters and run.requests the flags log, evaluate, save and stop"
+_STATE = (
+    "trainer.run.state holds the counters (step, epochs, best_metric) and trainer.run.requests the flags log, "
+    "evaluate, save and stop; read_log of trainer_kit.callbacks reads the history"
+)
 _BATCH_SIZE = "set TrainingArguments(per_device_train_batch_size=, gradient_accumulation_steps=, auto_find_batch_size=)"
 _LOOP = "train() has its own loop; give a Callback with the hook that you need"
 _NEFTUNE = "set TrainingArguments(neftune_noise_alpha=)"
@@ -95,8 +93,7 @@ _BY_REPLACEMENT = {
     _SCHEDULER: "lr_scheduler create_scheduler _created_lr_scheduler",
     _RATE: "_get_learning_rate get_learning_rates get_optimizer_group",
     _RECORDS: "log _loggers_initialized",
-    _METRICS: "log_metrics save_metrics metrics_format",
-    _STATE_FILE: "save_state",
+    _METRICS: "metrics_format",
     _SAVING: (
         "save_model _save _save_tpu _save_checkpoint _save_rng_state _save_optimizer_and_scheduler "
         "_save_scaler _rotate_checkpoints _sorted_checkpoints _get_output_dir"
@@ -118,13 +115,9 @@ _BY_REPLACEMENT = {
     _COUNTS: "get_batch_samples _get_num_items_in_batch model_accepts_loss_kwargs",
     _TOKENS: "num_tokens _track_num_input_tokens _initial_num_input_tokens_seen",
     _FLOPS: "store_flos floating_point_ops current_flos",
-    _RANKS: "is_local_process_zero is_world_process_zero",
     _MODEL: "model model_wrapped model_init call_model_init get_num_trainable_parameters",
     _TOKENIZER: "processing_class tokenizer",
-    _HUB: (
-        "init_hf_repo create_model_card push_to_hub _push_from_checkpoint _finish_current_push hub_model_id "
-        "push_in_progress"
-    ),
+    _HUB: ("init_hf_repo push_to_hub _push_from_checkpoint _finish_current_push hub_model_id push_in_progress"),
     _SEARCH: (
         "hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint hp_name hp_space "
         "hp_search_backend objective _trial"
@@ -141,8 +134,8 @@ _BY_REPLACEMENT = {
 REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() for name in names.split()}
 """Replacement for each method or attribute of transformers' Trainer."""
 
-_OWN_METHODS = frozenset({"evaluate", "save_model"})
-"""Names of `REPLACEMENTS` that are methods of the Trainer here too: those of a subclass are not called in training."""
+_OWN_METHODS = frozenset({"evaluate", "save_model", "model", "processing_class", "train_dataset", "eval_dataset"})
+"""Names of `REPLACEMENTS` that the Trainer has here too: those of a subclass are not called in training."""
 
 _OWN_ATTRIBUTES = frozenset(
     {
@@ -168,7 +161,7 @@ def check_class(kind: type, base: type) -> None:
     found = {}
     for name in REPLACEMENTS:
         owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if owner is not None and not (owner is base and name in _OWN_METHODS):
+        if owner is not None and not (owner in base.__mro__ and name in _OWN_METHODS):
             found[name] = "" if owner is kind else f" (in {owner.__name__})"
     if found:
         defined = ", ".join(f"{name}{place}" for name, place in found.items())
