@@ -201,6 +201,15 @@ def test_from_transformers_lists_what_has_no_counterpart(tmp_path: Path) -> None
     ]
 
 
+def test_fields_of_a_subclass_are_the_scripts_own(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class OfAScript(transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
+        base_learning_rate: float = 1e-3
+
+    args = OfAScript(str(tmp_path), base_learning_rate=0.1, use_cpu=True, generation_num_beams=3)
+    assert TrainingArguments.from_transformers(args).generation_num_beams == 3
+
+
 def test_from_transformers_takes_nothing_else() -> None:
     with pytest.raises(TypeError, match="takes transformers' TrainingArguments, but got a TrainingArguments"):
         TrainingArguments.from_transformers(TrainingArguments())

@@ -302,7 +302,8 @@ def is_of_transformers(args: Any) -> bool:
 def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """Return the settings of a transformers `TrainingArguments` that matter, by name.
 
-    Fields that both have are returned with any value, others if the value is not the default.
+    Fields that both have are returned with any value, others if the value is not the default. Fields that a subclass of
+    the user's adds are left out, since transformers' Trainer does not read them either.
 
     Args:
         hf_args: An instance of transformers' `TrainingArguments` or a subclass.
@@ -313,10 +314,11 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """
     if not is_of_transformers(hf_args):
         raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
-    default = type(hf_args)(output_dir=hf_args.output_dir)
+    kind = next(kind for kind in type(hf_args).__mro__ if kind.__module__.startswith("transformers."))
+    default: Any = kind(output_dir=hf_args.output_dir)
     settings = {
         field.name: getattr(hf_args, field.name)
-        for field in dataclasses.fields(hf_args)
+        for field in dataclasses.fields(default)
         if (field.name in known or getattr(hf_args, field.name) != getattr(default, field.name))
     }
     if settings.get("warmup_ratio", 0) is None:  # the default, in releases of transformers 5 that still have it
