@@ -36,7 +36,8 @@ def test_two_processes_in_bf16(folder: Path, capfd: pytest.CaptureFixture[str]) 
         "resuming     ok (bit for bit)",
         "all is well",
     ]
-    assert list(folder.glob("trainer_kit*")) == []
+    if without_gloo(shown.out) == shown.out:  # else gloo's lines of the other rank are kept
+        assert list(folder.glob("trainer_kit*")) == []
 
 
 def test_one_process_passes(capsys: pytest.CaptureFixture[str]) -> None:
