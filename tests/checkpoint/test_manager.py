@@ -258,6 +258,30 @@ def test_a_wrong_path_is_answered_with_what_to_give(tmp_path: Path, request_: st
         )
 
 
+@pytest.mark.parametrize("word", ["True", "true"])
+def test_a_command_lines_true_resumes_from_the_newest_checkpoint(tmp_path: Path, word: str) -> None:
+    make_trainer(tmp_path, max_steps=2, resume_from_checkpoint=word).train()  # nothing to resume from yet
+    trainer = make_trainer(tmp_path, max_steps=4, resume_from_checkpoint=word)
+    trainer.train()
+    assert trainer.run.state.step == 4
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+
+
+def test_what_to_do_with_a_checkpoint_of_transformers_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = tmp_path / "checkpoint-8"
+    theirs.mkdir()
+    (theirs / "trainer_state.json").write_text("{}")
+    sentence = (
+        f"; {theirs} is a checkpoint of transformers' Trainer, whose optimizer state is a pickle that is not read: "
+        f"Trainer(weights={str(theirs)!r}) begins with its weights"
+    )
+    for request in (theirs, tmp_path):
+        with pytest.raises(ValueError, match=f"{re.escape(sentence)}$"):
+            make_trainer(tmp_path / "run").train(resume_from_checkpoint=request)
+    make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
+    assert sentence in caplog.text
+
+
 def test_a_model_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path: Path) -> None:
     class Odd(Net):
         def __init__(self) -> None:

@@ -96,6 +96,20 @@ def test_hf_argument_parser_takes_the_arguments(monkeypatch: Any) -> None:
     assert parser.parse_args_into_dataclasses([])[0] == TrainingArguments()
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--use_cpu", {"use_cpu": True}),
+        ("--use_cpu true --seed 3", {"use_cpu": True, "seed": 3}),
+        ("--use-cpu false --greater_is_better", {"use_cpu": False, "greater_is_better": True}),
+        ('--lr_scheduler_kwargs {"num_cycles":2}', {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+    ],
+)
+def test_hf_argument_parser_takes_flags_and_dicts(line: str, expected: dict[str, Any]) -> None:
+    parser = transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    assert parser.parse_args_into_dataclasses(line.split())[0] == TrainingArguments(**expected)
+
+
 def test_hf_argument_parser_leaves_the_launchers_choices(monkeypatch: Any) -> None:
     monkeypatch.setenv("TRAINER_KIT_USE_CPU", "1")
     monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "bf16")

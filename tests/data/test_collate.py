@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
-from transformers import BatchEncoding
+from transformers import BatchEncoding, DataCollatorWithPadding, Wav2Vec2FeatureExtractor
 
 from trainer_kit.data.collate import PadCollator, default_collator, stack, warn_of_ready_batches
 
@@ -252,3 +252,17 @@ def test_samples_that_may_be_batches_warn(sample: Any, is_doubtful: bool) -> Non
     with context:
         warn_of_ready_batches("train_dataset", sample, stack)
     warn_of_ready_batches("train_dataset", sample, default_collate)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor, list])
+def test_feature_extractors_pad_as_in_transformers(kind: Any) -> None:
+    samples = [{"input_values": kind([1.0] * (2 + place)), "label": place} for place in range(3)]
+    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    batch = default_collator(extractor, pad_to_multiple_of=3)(samples)
+    assert batch["input_values"].tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 3, 4]
+    assert batch["labels"].tolist() == [0, 1, 2]
+    theirs = DataCollatorWithPadding(extractor, pad_to_multiple_of=3)(samples)
+    assert same(dict(batch), dict(theirs))
+    with pytest.raises(ValueError, match="needs a tokenizer to pad with"):
+        default_collator(extractor, pad_to_lengths=[8])

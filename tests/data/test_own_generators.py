@@ -97,6 +97,16 @@ def test_where_a_generator_is_found(place: Callable[[Any], Any]) -> None:
     assert found(place(own)) == [own]
 
 
+def test_the_generators_of_nested_pipelines_are_found() -> None:
+    """albumentations' `Compose` and each of its transforms have their own, and `datasets` keeps it in its format."""
+    owns = [random.Random(each) for each in range(4)]
+    pipeline = Holder(rng=owns[-1])
+    for own in owns[-2::-1]:
+        pipeline = Holder(rng=own, transforms=[len, pipeline])
+    dataset = Holder(_format_kwargs={"transform": functools.partial(len, transform=pipeline)})
+    assert found(torch.utils.data.Subset(dataset, [0])) == owns  # type: ignore[arg-type]
+
+
 def _noise(own: Any) -> torch.nn.Module:
     module = torch.nn.Identity()
     module.rng = own

@@ -91,3 +91,27 @@ def test_batches_may_differ_in_dtype() -> None:
     for array in collected.arrays(Strategy(), everywhere=True):
         assert array.dtype == np.float32
         assert array.sum() == array.size
+
+
+def test_lists_with_an_entry_for_each_sample_are_chained() -> None:
+    collected = Collected()
+    for first, size in ((0, 3), (3, 3), (6, 1)):
+        boxes = [{"boxes": torch.full((1 + place % 2, 4), float(place))} for place in range(first, first + size)]
+        classes = [torch.full((place,), place) for place in range(first, first + size)]
+        collected.add(list(boxes), (tuple(boxes), classes), classes, samples=size)
+    found = collected.arrays(Strategy(), everywhere=True)
+    for entries in (found.predictions, found.label_ids[0]):
+        assert type(entries) is list
+        assert [each["boxes"][0, 0] for each in entries] == [0, 1, 2, 3, 4, 5, 6]
+        assert [len(each["boxes"]) for each in entries] == [1, 2, 1, 2, 1, 2, 1]
+    for entries in (found.label_ids[1], found.inputs):
+        assert [each.tolist() for each in entries] == [[place] * place for place in range(7)]
+
+
+def test_lists_and_tuples_of_columns_are_joined_by_column() -> None:
+    collected = Collected()
+    for size in (2, 1):
+        columns = [torch.zeros(size), torch.ones(size)]
+        collected.add(columns, tuple(columns), columns, samples=size)
+    for zeros, ones in collected.arrays(Strategy(), everywhere=True):
+        assert (zeros.tolist(), ones.tolist()) == ([0, 0, 0], [1, 1, 1])

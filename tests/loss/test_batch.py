@@ -15,7 +15,7 @@ from kit.loss_cases import (
 )
 
 from trainer_kit.loss import batch as batch_module
-from trainer_kit.loss.batch import Counts, count, labels_of, samples_of
+from trainer_kit.loss.batch import Counts, count, labels_of, samples_of, targets_of
 
 
 def test_counts() -> None:
@@ -86,3 +86,20 @@ def test_counts_on_a_device_give_the_same(case: str, tmp_path: Any, monkeypatch:
     monkeypatch.setattr(batch_module, "_count_labels", lambda labels: (labels != -100).sum())
     for found, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(found, wanted, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns", "expected"),
+    [
+        ({"x": 0, "class_labels": 1}, ["class_labels"], 1),
+        ({"x": 0, "class_labels": 1, "mask_labels": 2}, ["mask_labels", "class_labels", "more_labels"], (2, 1)),
+        ({"labels": torch.tensor(5), "class_labels": 1}, ["labels", "class_labels"], torch.tensor(5)),
+        ({"start_positions": 1, "end_positions": 2, "class_labels": 3}, ["class_labels"], (1, 2)),
+        ({"x": 0, "labels": [{"boxes": 1}]}, [], [{"boxes": 1}]),
+        ([[0, 0], ({"boxes": 1}, {"boxes": 2})], [], ({"boxes": 1}, {"boxes": 2})),
+        ([torch.zeros(2), [torch.zeros(2), torch.ones(2)]], [], None),
+        ({"x": 0, "label": 1}, [], None),
+    ],
+)
+def test_default_targets(batch: Any, columns: list[str], expected: Any) -> None:
+    assert targets_of(batch, None, columns) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,11 @@ def default_request(args: TrainingArguments, restarts: int) -> bool | str | None
     return args.resume_from_checkpoint
 
 
+def read_request(request: bool | str | Path | None) -> bool | str | Path | None:
+    """Return what `resume_from_checkpoint` requests: True also for that word, as a command line gives it."""
+    return True if request in ("True", "true") else request
+
+
 def find_checkpoint(
     output_dir: Path,
     request: bool | str | Path,
@@ -81,10 +86,11 @@ def find_checkpoint(
     """
     if request is True:
         found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
-        if found is None and find_checkpoints(output_dir):
+        if found is None and (there := find_checkpoints(output_dir)):
             logger.warning(
-                "no checkpoint in %s is valid: training starts from the beginning, and moves them to earlier-N/ there",
+                "no checkpoint in %s is valid: training starts from the beginning, and moves them to earlier-N/%s",
                 output_dir,
+                _of_transformers(there),
             )
         elif found is None:
             logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
@@ -104,16 +110,27 @@ def find_checkpoint(
     if not there:
         raise ValueError(
             f"{given} holds no checkpoint: it has neither a {MANIFEST_NAME} nor folders named checkpoint-STEP; give a "
-            f"checkpoint's folder, or the output_dir of a run{_others(output_dir)}"
+            f"checkpoint's folder, or the output_dir of a run{_others(output_dir)}{_of_transformers([directory])}"
         )
     repair = repair and holder_of(directory) is None
     found = newest_valid(directory, logger.warning, repair=repair, check=check)
     if found is None:
         raise ValueError(
             f"{given} holds no valid checkpoint (the log says why of each of the {len(there)}); give another "
-            "folder, or leave it out to start from the beginning"
+            f"folder, or leave it out to start from the beginning{_of_transformers(there)}"
         )
     return found
+
+
+def _of_transformers(directories: Sequence[Path]) -> str:
+    """Say how to begin with the newest of these folders that transformers' Trainer wrote."""
+    for directory in reversed(directories):
+        if (directory / "trainer_state.json").is_file():
+            return (
+                f"; {directory} is a checkpoint of transformers' Trainer, whose optimizer state is a pickle that is "
+                f"not read: Trainer(weights={str(directory)!r}) begins with its weights"
+            )
+    return ""
 
 
 def _others(output_dir: Path) -> str:

@@ -24,6 +24,7 @@ from trainer_kit.checkpoint.compatibility import (
     find_checkpoint,
     fitting_optimizer_state,
     load_scheduler,
+    read_request,
     report_changes,
 )
 from trainer_kit.checkpoint.earlier_runs import records_of, set_aside
@@ -156,7 +157,7 @@ class CheckpointManager:
         run = self.run
         if environment.is_newcomer():  # it gets its state from those that it joins
             return
-        self._starts_again = bool(request)
+        request, self._starts_again = read_request(request), bool(request)
         if request is True and self.copier is not None and run.strategy.collectives.on_main(lambda: self.lock.is_held):
             self.resumed_from = self._find_or_recover(self.copier.root)
         elif request:
@@ -423,8 +424,7 @@ class CheckpointManager:
             "data": self.data_state,
             "ledger": run.ledger.state_dict(),
         }
-        states["optimizer"] = optimizer_state
-        states["lr_scheduler"] = run.lr_scheduler.state_dict()
+        states |= {"optimizer": optimizer_state, "lr_scheduler": run.lr_scheduler.state_dict()}
         if run.strategy.precision is not None:
             states["precision"] = run.strategy.precision.state_dict()
         if run.means.sums:

@@ -36,6 +36,7 @@ from trainer_kit.config.field_types import (
     StepsOrFraction,
 )
 from trainer_kit.config.optimizer_options import check_schedule, optimizer_options
+from trainer_kit.config.parser_hints import FLAG, JSON_TEXT
 from trainer_kit.config.reporters import REPORTERS, check_reporters, chosen_reporters, reporters_as_data
 from trainer_kit.config.sources import ArgumentSources, with_other_names
 from trainer_kit.config.validation import check_values, read_options
@@ -216,7 +217,7 @@ class TrainingArguments(ArgumentSources):
         "one_cycle",
         "warmup_stable_decay",
     ] = "linear"
-    lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict)
+    lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict, metadata=JSON_TEXT)
     warmup_steps: CountOrFraction = 0
     warmup_ratio: Ratio = 0.0
     max_grad_norm: NotNegative = 1.0
@@ -255,7 +256,7 @@ class TrainingArguments(ArgumentSources):
     max_shard_size: Size = "5GB"
     load_best_model_at_end: bool = False
     metric_for_best_model: Name | None = None
-    greater_is_better: bool | None = None
+    greater_is_better: bool | None = dataclasses.field(default=None, metadata=FLAG)
     shuffle: bool = True
     remove_unused_columns: bool = True
     dataloader_num_workers: CountOrZero = 0
@@ -275,7 +276,7 @@ class TrainingArguments(ArgumentSources):
     profile: Interval | None = dataclasses.field(default_factory=environment.profile)
     disable_tqdm: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    use_cpu: bool | None = None
+    use_cpu: bool | None = dataclasses.field(default=None, metadata=FLAG)
     strategy: Literal["auto", "single", "ddp", "multinode", "fsdp", "xla"] = "auto"
     nonfinite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     max_rollbacks: Count = 3

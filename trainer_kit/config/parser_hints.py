@@ -1,11 +1,30 @@
-"""Type hints of a dataclass that command line parsers understand."""
+"""Type hints and metadata of a dataclass's fields that command line parsers understand."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import operator
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class _TextOption(argparse.Action):
+    """Keep the value as text, where argparse would make a dict of it and fail."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "type": str})
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, __: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+
+
+# transformers' HfArgumentParser gives the metadata of a field to `add_argument`.
+FLAG: Mapping[str, Any] = {"nargs": "?", "const": True}
+"""Metadata of a bool that may be None: its name alone means True."""
+JSON_TEXT: Mapping[str, Any] = {"action": _TextOption}
+"""Metadata of a dict, which the dataclass reads from JSON text."""
 
 
 class Accepts(NamedTuple):

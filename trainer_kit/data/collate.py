@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
@@ -33,24 +34,37 @@ def default_collator(
     pad_to_lengths: list[int] | None = None,
     static_shapes: bool = False,
 ) -> Collator:
-    """Return the default collator: it pads if there is a tokenizer, else it stacks.
+    """Return the default collator: it pads if there is a tokenizer or a feature extractor of audio, else it stacks.
 
     Args:
-        processing_class: A tokenizer to pad with, or anything else; None: none.
+        processing_class: A tokenizer to pad with, a `SequenceFeatureExtractor` of transformers, for which its own
+            `DataCollatorWithPadding` is returned, or anything else; None: none.
         pad_to_multiple_of: See `PadCollator`.
         makes_mask: See `PadCollator`.
         pad_to_lengths: See `PadCollator`.
         static_shapes: See `PadCollator`.
 
     Raises:
-        ValueError: If `pad_to_multiple_of` or `pad_to_lengths` is set without a tokenizer to pad with.
+        ValueError: If `pad_to_multiple_of` or `pad_to_lengths` is set without a tokenizer to pad with; a feature
+            extractor takes the first.
     """
     if hasattr(processing_class, "pad_token_id"):
         return PadCollator(processing_class, pad_to_multiple_of, makes_mask, pad_to_lengths, static_shapes)
+    if pad_to_lengths is None and _is_feature_extractor(processing_class):
+        collate: Collator = sys.modules["transformers"].DataCollatorWithPadding(
+            processing_class, pad_to_multiple_of=pad_to_multiple_of
+        )
+        return collate
     for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("pad_to_lengths", pad_to_lengths)):
         if value is not None:
             raise ValueError(f"{name}={value} needs a tokenizer to pad with; give processing_class=tokenizer")
     return stack
+
+
+def _is_feature_extractor(processing_class: Any) -> bool:
+    """Return whether it is transformers' feature extractor of sequences, such as audio, which pads them."""
+    module = sys.modules.get("transformers.feature_extraction_sequence_utils")  # imported already if it is one
+    return module is not None and isinstance(processing_class, module.SequenceFeatureExtractor)
 
 
 def stack(samples: list[Any]) -> Any:

@@ -22,7 +22,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
 _LONGEST = 100
 """Longest list or dict to look through: a longer one holds data."""
-_DEEPEST = 6
+_DEEPEST = 16
+"""Deepest level to look at; pipelines nest: each has its steps in a list, below the format of a dataset."""
 _MOST = 2_000
 """Largest number of objects to look at."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,20 @@ class Collected:
         self.blocks: list[tuple[Any, ...]] = []
         self._fill = fill
 
-    def add(self, predictions: Any, labels: Any, inputs: Any = None, losses: Any = None) -> None:
-        """Add a batch; waits for the device. See `EvalPrediction` for the parts."""
-        self.blocks.append(tuple(map_tensors(_to_array, part) for part in (predictions, labels, inputs, losses)))
+    def add(
+        self, predictions: Any, labels: Any, inputs: Any = None, losses: Any = None, samples: int | None = None
+    ) -> None:
+        """Add a batch; waits for the device.
+
+        Args:
+            predictions: See `EvalPrediction`, as for the next three.
+            labels: The labels; a list with an entry for each sample becomes such a list of the whole dataset.
+            inputs: The inputs, like the labels.
+            losses: The losses.
+            samples: Samples of the batch; None: a list or tuple holds columns.
+        """
+        parts = (map_tensors(_to_array, part) for part in (predictions, labels, inputs, losses))
+        self.blocks.append((*parts, samples))
 
     def arrays(self, strategy: Strategy, everywhere: bool) -> EvalPrediction:
         """Return all batches in the dataset's order: on all processes, or on the main one only."""
@@ -46,9 +58,10 @@ class Collected:
         del shares
         if not blocks:
             return EvalPrediction(None, None)
-        predictions, *others = ([part for part in column if part is not None] for column in zip(*blocks, strict=True))
+        *columns, sizes = (list(column) for column in zip(*blocks, strict=True))
         del blocks
-        return EvalPrediction(_joined(predictions, self._fill), *(_joined(each) if each else None for each in others))
+        fills, are_labels = (self._fill, IGNORED, IGNORED, IGNORED), (False, True, True, False)
+        return EvalPrediction(*map(_joined_present, columns, itertools.repeat(sizes), fills, are_labels))
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
@@ -69,14 +82,38 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-def _joined(parts: list[Any], fill: int = IGNORED) -> Any:
+def _joined_present(parts: list[Any], sizes: list[int | None], fill: int, are_labels: bool) -> Any:
+    """Join the batches that have this part; return None without one. Empties the list."""
+    sizes = [size for part, size in zip(parts, sizes, strict=True) if part is not None]
+    parts[:] = [part for part in parts if part is not None]
+    return _joined(parts, sizes, fill, are_labels) if parts else None
+
+
+def _is_per_sample(parts: list[Any], sizes: list[int | None], are_labels: bool) -> bool:
+    """Return whether the batches' lists hold an entry for each sample, and not columns.
+
+    Such an entry is a dict; in a list of labels it may be anything.
+    """
+    for part, size in zip(parts, sizes, strict=True):
+        if not isinstance(part, (tuple, list)) or len(part) != size:
+            return False
+    is_list = are_labels and isinstance(parts[0], list)
+    return is_list or all(isinstance(entry, Mapping) for part in parts for entry in part)
+
+
+def _joined(parts: list[Any], sizes: list[int | None], fill: int, are_labels: bool) -> Any:
     """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
+    if _is_per_sample(parts, sizes, are_labels):
+        entries = [map_tensors(_wide, entry, np.ndarray) for part in parts for entry in part]
+        parts.clear()
+        return entries
     if isinstance(parts[0], (tuple, list)):
         columns = [list(column) for column in zip(*parts, strict=True)]
         parts.clear()
-        return tuple(_joined(column, fill) for column in columns)
+        return tuple(_joined(column, sizes, fill, are_labels) for column in columns)
     if not isinstance(parts[0], np.ndarray):
         return [map_tensors(_wide, part, np.ndarray) for part in parts]
+    parts[:] = map(np.atleast_1d, parts)  # one number of a batch
     if len({part.dtype for part in parts}) > 1:
         parts[:] = map(_wide, parts)
     shapes = {part.shape[1:] for part in parts}

@@ -23,15 +23,19 @@ from trainer_kit.loop.metrics import (
     MeanLoss,
     Metric,
     begin_metrics,
+    captured_outputs,
     gather_metrics,
+    ignored_outputs,
     joined_mean,
     joined_predictions,
     joined_result,
     main_input,
+    outputs_in,
     predictions_in,
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.batch import Counts, labels_of, missing_label, samples_of, shape_of, targets_of
+from trainer_kit.loss.loss import label_columns_of
 from trainer_kit.loss.means import means_of, without_metrics
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
@@ -63,11 +67,26 @@ class _Tally(NamedTuple):
     lacks: str | None = None
 
 
+class _Wanted(NamedTuple):
+    """What an evaluation needs of its passes.
+
+    Attributes:
+        loss: Whether it needs the loss of batches without labels too.
+        predictions: Whether it needs predictions.
+        outputs: Whether it needs all outputs of a transformers model.
+    """
+
+    loss: bool
+    predictions: bool
+    outputs: bool
+
+
 class _Outcome(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
         predictions: The predictions; None if they are not needed.
+        outputs: All outputs of a transformers model, to be collected; None: the predictions.
         labels: The labels, on the host if shapes are static; None without labels.
         inputs: The model's main input; None if it is not needed.
         loss: The mean loss of the batch; None without one.
@@ -76,6 +95,7 @@ class _Outcome(NamedTuple):
     """
 
     predictions: Any
+    outputs: Any
     labels: Any
     inputs: Any
     loss: torch.Tensor | None
@@ -109,7 +129,7 @@ class Evaluator:
         compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of numbers; called on the
             main process only. None: none are computed.
         preprocess_logits: `preprocess_logits(logits, labels)` returns what metrics and predictions hold in place of
-            the model's outputs. None: the outputs.
+            the model's outputs, which are all of those of a transformers model. None: the outputs.
     """
 
     def __init__(
@@ -127,6 +147,8 @@ class Evaluator:
         self.compute_metrics = compute_metrics
         self.preprocess_logits = preprocess_logits
         self.generate = TextGenerator(run) if run.args.predict_with_generate else None
+        self._label_columns = label_columns_of(self.loss.module)
+        self._ignored_outputs = ignored_outputs(self.loss.module)
 
     def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
         """Evaluate the batches of a dataset. Collective.
@@ -198,10 +220,11 @@ class Evaluator:
         run, strategy = self.run, self.run.strategy
         samples, steps, interrupted = 0, 0, False
         # Capture at the user's own module: compute_loss may call it instead of its argument.
-        predicts = bool(self.metrics) or collected is not None
-        captures = predicts and self.loss.compute_loss is not None and self.generate is None
+        needs_outputs = collected is not None or self.preprocess_logits is not None
+        wanted = _Wanted(not keep, bool(self.metrics) or collected is not None, needs_outputs)
+        captures = wanted.predictions and self.loss.compute_loss is not None and self.generate is None
         with contextlib.ExitStack() as stack:
-            captured = stack.enter_context(_captured(run.model if captures else None))
+            captured = stack.enter_context(captured_outputs(run.model if captures else None))
             totals = _Totals(MeanLoss(strategy), LoggedMeans(strategy), captured)
             for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
                 stack.enter_context(context)
@@ -209,7 +232,7 @@ class Evaluator:
             on_host = itertools.starmap(_EvalBatch, batches)
             ahead = _Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
             check_others = strategy.session.watch()
-            outcomes = map(partial(self._forward, padding, totals, keep, predicts), itertools.count(), ahead)
+            outcomes = map(partial(self._forward, padding, totals, wanted), itertools.count(), ahead)
             for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
                 if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
                     self._fetch_during_pass(ahead)
@@ -227,15 +250,14 @@ class Evaluator:
         self,
         padding: Padding,
         totals: _Totals,
-        keep: bool,
-        predicts: bool,
+        wanted: _Wanted,
         number: int,
         item: _EvalBatch,
     ) -> _Outcome:
         """Run one forward pass without waiting for the device, and add the loss to `totals`."""
         strategy, host_batch, counts = self.run.strategy, item.batch, item.counts
         args = self.run.args
-        with_loss = targets_of(host_batch, args.label_names) is not None or not keep
+        with_loss = self._targets(host_batch) is not None or wanted.loss
         fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
         if with_loss:
@@ -246,46 +268,60 @@ class Evaluator:
         # workers or processes.
         of_all = number * strategy.collectives.readers + strategy.collectives.reader
         strategy.seed(mix(args.seed, -1, of_all))
-        predictions, value = self._predictions(batch, counts, totals, with_loss, predicts)
-        predictions = strategy.collectives.unshard(predictions) if predicts else None
+        both, value = self._predictions(batch, counts, totals, with_loss, wanted)
+        predictions, outputs = strategy.collectives.unshard(both) if wanted.predictions else (None, None)
         strategy.device_info.mark_step()
-        labels = targets_of(host_batch if strategy.static_shapes else batch, args.label_names)
-        inputs = main_input(self.loss.module, host_batch) if "inputs" in args.include_for_metrics and predicts else None
-        if with_loss and labels is None and predicts and args.label_names:
+        labels = self._targets(host_batch if strategy.static_shapes else batch)
+        needs_inputs = "inputs" in args.include_for_metrics and wanted.predictions
+        inputs = main_input(self.loss.module, host_batch) if needs_inputs else None
+        if with_loss and labels is None and wanted.predictions and args.label_names:
             raise missing_label(args.label_names[0], batch)
         if self.metrics and with_loss and labels is None:
-            raise ValueError(f"metrics need labels, but the batch is {shape_of(batch)}; call theirs 'labels'")
+            raise ValueError(
+                f"metrics need labels, but the batch is {shape_of(batch)}; set label_names to those that are labels"
+            )
         rows = samples_of(batch) if fills else counts.samples
-        return _Outcome(predictions, labels, inputs, value, rows, counts.samples)
+        return _Outcome(predictions, outputs, labels, inputs, value, rows, counts.samples)
+
+    def _targets(self, batch: Any) -> Any:
+        return targets_of(batch, self.run.args.label_names, self._label_columns)
 
     def _predictions(
-        self, batch: Any, counts: Counts, totals: _Totals, with_loss: bool, predicts: bool
-    ) -> tuple[Any, torch.Tensor | None]:
-        """Return the model's predictions, None if they are not needed, and the mean loss; add it to `totals`."""
-        loss, calls = self.loss, []
+        self, batch: Any, counts: Counts, totals: _Totals, with_loss: bool, wanted: _Wanted
+    ) -> tuple[tuple[Any, Any], torch.Tensor | None]:
+        """Return predictions and outputs (see `_Outcome`), and the mean loss; add it to `totals`."""
+        loss, calls, generate = self.loss, [], self.generate if wanted.predictions else None
         value: torch.Tensor | None = None
         items, outputs = None, None
         with self.run.strategy.autocast():
-            if with_loss and (loss.compute_loss is not None or not predicts or self.generate is not None):
+            if with_loss and (loss.compute_loss is not None or not wanted.predictions or generate is not None):
                 value, items = loss(batch)
                 calls, outputs, loss.outputs = totals.captured.copy(), loss.outputs, None
-            elif self.generate is None or not predicts:
+            elif generate is None:
                 outputs = loss.output(batch)
                 value = loss.loss_of(outputs, batch)
             if value is not None or outputs is not None:
                 totals.logged.add(loss.log.values, loss.items(counts) if items is None else items)
-            generated = self.generate(batch, counts.samples) if self.generate is not None and predicts else None
+            generated = None if generate is None else generate(batch, counts.samples)
         totals.captured.clear()
         if value is not None:
             totals.loss.add(value, items, loss.items(counts))
             value = value if items is None else value / items
-        if not predicts or generated is not None:
-            return generated, value
-        if outputs is not None or not calls:
-            return predictions_in(outputs), value
+        if not wanted.predictions or generated is not None:
+            return (generated, None), value
+        if outputs is not None or len(calls) < 2:
+            return self._selected(next(iter(calls), None) if outputs is None else outputs, wanted), value
         labels = labels_of(batch)
         rows = counts.samples if labels is None or not labels.ndim else len(labels)
-        return joined_predictions([predictions_in(output) for output in calls], rows), value
+        return (joined_predictions([predictions_in(output) for output in calls], rows), None), value
+
+    def _selected(self, output: Any, wanted: _Wanted) -> tuple[Any, Any]:
+        """Return the predictions and outputs of a model's output, see `_Outcome`."""
+        outputs = outputs_in(output, self._ignored_outputs) if wanted.outputs else None
+        if outputs is not None and (self.preprocess_logits is not None or not self.metrics):
+            return outputs, None
+        predictions = predictions_in(output)
+        return predictions, None if outputs is predictions else outputs
 
     def _fetch_during_pass(self, ahead: _Lookahead) -> None:
         """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
@@ -296,9 +332,9 @@ class Evaluator:
         """Update the metrics, and collect predictions and labels."""
         if outcome.predictions is None:
             return
-        predictions, labels, inputs, loss, rows, samples = outcome
+        predictions, outputs, labels, inputs, loss, rows, samples = outcome
         if self.run.strategy.static_shapes:  # on the device these would be compiled as computations of their own
-            predictions = trim_rows(map_tensors(torch.Tensor.cpu, predictions), rows, samples)
+            predictions, outputs = trim_rows(map_tensors(torch.Tensor.cpu, (predictions, outputs)), rows, samples)
         if self.preprocess_logits is not None:
             predictions = self.preprocess_logits(predictions, labels)
         for metric in self.metrics.values() if labels is not None else ():
@@ -306,7 +342,7 @@ class Evaluator:
         if collected is not None:
             is_wanted = "loss" in self.run.args.include_for_metrics
             losses = loss.detach().expand(samples) if loss is not None and is_wanted else None
-            collected.add(predictions, labels, inputs, losses)
+            collected.add(predictions if outputs is None else outputs, labels, inputs, losses, samples)
 
     def _agreed(self, own: _Tally) -> list[_Tally]:
         """Gather the totals of all readers on all processes, before anything larger."""
@@ -389,20 +425,6 @@ class _Lookahead:
     def fetch(self) -> None:
         """Fetch the next batch, and begin to copy the one after it to the device; see `Strategy.prepare_loader`."""
         self._fetched.extend(itertools.islice(self._batches, 1))
-
-
-@contextlib.contextmanager
-def _captured(model: torch.nn.Module | None) -> Iterator[list[Any]]:
-    """Collect the outputs of the model's calls, so that `compute_loss` need not return them."""
-    outputs: list[Any] = []
-    if model is None:
-        yield outputs
-        return
-    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
 
 
 def _number(value: Any) -> Any:

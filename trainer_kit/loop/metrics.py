@@ -15,6 +15,7 @@ from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.means import LoggedValue, Sums, add_sums, read_sums, sum_values
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
+from trainer_kit.utils.wrappers import without_adapters, without_wrappers
 
 _FOLD = 64
 """Batches after which losses are read from the device, so that memory stays constant."""
@@ -300,6 +301,8 @@ def predictions_in(output: Any) -> Any:
         if "logits" in keys(output):
             return output["logits"]
         rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
+    elif isinstance(output, list) and output and all(isinstance(each, Mapping) for each in output):
+        return output  # one for each sample, as of detection models
     elif isinstance(output, (tuple, list)):
         rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
         rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
@@ -315,8 +318,47 @@ def predictions_in(output: Any) -> Any:
     return rest[0] if len(rest) == 1 else tuple(rest)
 
 
+def outputs_in(output: Any, ignored: Sequence[str]) -> Any:
+    """Return all outputs of a transformers model except the loss, as transformers' Trainer does.
+
+    Args:
+        output: The model's output.
+        ignored: Names of outputs to leave out, see `ignored_outputs`.
+
+    Returns:
+        The outputs in their order, a tuple if there are several; None if there are none, or for another model.
+    """
+    generic = sys.modules.get("transformers.utils.generic")  # imported already if the model is one
+    if generic is None or not isinstance(output, generic.ModelOutput):
+        return None
+    rest = [value for name, value in output.items() if name != "loss" and name not in ignored]
+    rest = [value for value in rest if any(True for _ in tensors(value))]
+    return tuple(rest) if len(rest) > 1 else next(iter(rest), None)
+
+
+def ignored_outputs(module: torch.nn.Module) -> Sequence[str]:
+    """Return the names of the outputs that a transformers model's configuration leaves out of predictions."""
+    config = getattr(without_adapters(without_wrappers(module)), "config", None)
+    names: Sequence[str] = getattr(config, "keys_to_ignore_at_inference", ("past_key_values",))
+    return names
+
+
 def _is_batched(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+@contextlib.contextmanager
+def captured_outputs(model: torch.nn.Module | None) -> Iterator[list[Any]]:
+    """Collect the outputs of the model's calls, so that `compute_loss` need not return them."""
+    outputs: list[Any] = []
+    if model is None:
+        yield outputs
+        return
+    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
 
 
 def joined_predictions(calls: list[Any], rows: int) -> Any:

@@ -12,9 +12,11 @@ class EvalPrediction:
     """The argument of `compute_metrics`, as in transformers; unpacks into predictions, labels and what else it holds.
 
     Attributes:
-        predictions: The model's outputs (logits) for all samples, an array or a tuple of arrays; with
+        predictions: The model's logits for all samples, an array or a tuple of arrays; of a transformers model with
+            more outputs, a tuple of all but the loss and its configuration's `keys_to_ignore_at_inference`. With
             `predict_with_generate`, the generated token ids.
-        label_ids: The labels of all samples, an array, or a tuple if there are several columns; None without labels.
+        label_ids: The labels of all samples, an array, a tuple if there are several columns, or a list if the labels of
+            a batch are a list with an entry for each sample; None without labels.
         inputs: The model's main input of all samples; None without "inputs" in `include_for_metrics`.
         losses: The mean loss of its batch for each sample; None without "loss" in `include_for_metrics`.
     """

@@ -101,28 +101,57 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     return labels if isinstance(labels, torch.Tensor) else None
 
 
-def targets_of(batch: Any, names: Sequence[str] | None) -> Any:
-    """Return the labels that metrics get: a tensor, a tuple of several columns, or None without labels.
+def targets_of(batch: Any, names: Sequence[str] | None, label_columns: Sequence[str] = ()) -> Any:
+    """Return the labels that metrics get: a tensor, a list, a tuple of several columns, or None without labels.
 
     Args:
         batch: The batch.
-        names: The columns; None: the labels of the batch, or `start_positions` and `end_positions`.
+        names: The columns; None: the labels of the batch, else `start_positions` and `end_positions`, else the
+            `label_columns` that it has.
+        label_columns: Columns of a dict that are labels by their names, see `label_columns_of`.
 
     Raises:
-        ValueError: If the batch has some of the columns only.
+        ValueError: If the batch has some of the columns in `names` only.
     """
-    is_asked_for = names is not None
     if names is None:
-        labels = labels_of(batch)
-        if labels is not None or not isinstance(batch, Mapping):
-            return labels
-        names = _POSITIONS
+        return _default_targets(batch, label_columns)
     columns = tuple(_entry(batch, name) for name in names)
     if missing := [name for name, column in zip(names, columns, strict=True) if column is None]:
-        if is_asked_for and len(missing) < len(names):
+        if len(missing) < len(names):
             raise missing_label(missing[0], batch)
         return None
-    return columns if len(columns) > 1 else columns[0]
+    return _one_or_all(columns)
+
+
+def _default_targets(batch: Any, label_columns: Sequence[str]) -> Any:
+    labels = labels_of(batch)
+    if labels is None:
+        labels = _listed_labels(batch)
+    if labels is not None or not isinstance(batch, Mapping):
+        return labels
+    positions = _columns_in(batch, _POSITIONS)
+    return _one_or_all(positions if len(positions) == len(_POSITIONS) else _columns_in(batch, label_columns))
+
+
+def _listed_labels(batch: Any) -> Any:
+    """Return labels that are a list or tuple, such as the targets of detection models; None without them."""
+    if isinstance(batch, (tuple, list)):
+        labels = batch[-1] if len(batch) > 1 else ()
+        is_listed = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
+    else:
+        name = _label_name(batch)
+        labels = () if name is None else _entry(batch, name)
+        is_listed = isinstance(labels, (tuple, list))
+    return labels if is_listed and len(labels) else None
+
+
+def _columns_in(batch: Mapping[Any, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    columns = (_entry(batch, name) for name in names)
+    return tuple(column for column in columns if column is not None)
+
+
+def _one_or_all(columns: tuple[Any, ...]) -> Any:
+    return columns if len(columns) > 1 else next(iter(columns), None)
 
 
 def missing_label(name: str, batch: Any) -> ValueError:

@@ -1,6 +1,7 @@
 """The loss contract: the loss of a step is the mean over all its items, independent of how batches are cut.
 
-Items are the labels that are not -100 if labels are integers (tokens, pixels, classes), else samples.
+Items are the labels that are not -100 if labels are integers (tokens, pixels, classes), else samples. The CTC models of
+transformers have samples as items: their loss is a mean over samples, each divided by the number of its labels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer_kit.loss.means import PassLog
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import keys, tensors
-from trainer_kit.utils.wrappers import model_class
+from trainer_kit.utils.wrappers import model_class, without_adapters, without_wrappers
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
@@ -48,6 +49,7 @@ class Loss:
         shifts: Whether the model leaves out the first label of each row; None if not known yet.
         returns_sum_and_count: Whether `compute_loss` returns `(loss_sum, count)`; None if not known yet.
         log: The values that the last call logged, by `log_mean` and as parts of the loss.
+        counts_samples: Whether the items are samples, whatever the labels: of a CTC model's own loss.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Loss:
         self.shifts: bool | None = None
         self.label_smoothing = label_smoothing
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
+        self.counts_samples = compute_loss is None and _is_ctc(module)
         self._compute = compute_loss or call
         self._chunked = ChunkedLanguageModel(module) if chunked else None
 
@@ -144,6 +147,8 @@ class Loss:
 
     def items(self, counts: Any) -> Any:
         """Return the number of items for this model in a batch or global batch: an int or a scalar tensor."""
+        if self.counts_samples:
+            return counts.samples
         return counts.shifted if self.shifts else counts.labels
 
     def agree(self, collectives: Collectives) -> bool | None:
@@ -164,8 +169,14 @@ class Loss:
             self.label_smoothing = smoothing
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor | None:
-        """Return the loss in a model's output for a batch, with smoothed labels if asked for; None without a loss."""
+        """Return the loss in a model's output for a batch, with smoothed labels if asked for; None without a loss.
+
+        Raises:
+            ValueError: If the model is a CTC model whose loss is a sum.
+        """
         own = found_loss(output)
+        if own is not None and self.counts_samples:
+            _check_ctc_reduction(self.module)
         if own is None or not self.label_smoothing:
             return own
         return smoothed_loss(output, labels_of(batch), self.label_smoothing, bool(self.shifts))
@@ -174,7 +185,7 @@ class Loss:
         """Replace the labels of a batch without items by valid ones, since its mean loss would be 0/0.
 
         The batch then runs with weight zero, so that all ranks take part in the step. A `compute_loss` that returns
-        (loss_sum, count) gets the batch unchanged.
+        (loss_sum, count) gets the batch unchanged, and so does a loss whose items are samples.
 
         Args:
             batch: The batch on the device.
@@ -185,7 +196,7 @@ class Loss:
             The batch, with valid labels if it has no items.
         """
         labels = labels_of(batch)
-        if labels is None or not is_whole(labels):
+        if labels is None or not is_whole(labels) or self.counts_samples:
             return batch
         if self.returns_sum_and_count is None:
             self.eval_loss(batch, context)
@@ -228,6 +239,12 @@ def columns_of(module: torch.nn.Module, even_with_keywords: bool = False) -> lis
     if not even_with_keywords and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters]
+
+
+def label_columns_of(module: torch.nn.Module) -> list[str]:
+    """Return the parameters of a module's `forward` with "label" in their names, which transformers takes as labels."""
+    names = columns_of(without_adapters(without_wrappers(module)), even_with_keywords=True) or ()
+    return [name for name in names if "label" in name]
 
 
 def takes_column(module: torch.nn.Module, name: str) -> bool:
@@ -301,6 +318,22 @@ def scale_gradients(grads: list[torch.Tensor], loss: torch.Tensor, divisor: int,
         torch._foreach_mul_(grads, factor)
     mean: torch.Tensor = loss * factor
     return mean
+
+
+def _is_ctc(module: torch.nn.Module) -> bool:
+    """Return whether a module is a CTC model of transformers, or of a class derived from one."""
+    inner = without_adapters(without_wrappers(module))
+    names = (kind.__name__ for kind in type(inner).__mro__)
+    return hasattr(getattr(inner, "config", None), "ctc_loss_reduction") and any(n.endswith("ForCTC") for n in names)
+
+
+def _check_ctc_reduction(module: torch.nn.Module) -> None:
+    inner: Any = without_adapters(without_wrappers(module))
+    if (reduction := inner.config.ctc_loss_reduction) != "mean":
+        raise ValueError(
+            f"config.ctc_loss_reduction={reduction!r} of {type(inner).__name__} is a loss that grows with the batch; "
+            'set model.config.ctc_loss_reduction = "mean", or give compute_loss='
+        )
 
 
 def _outside_the_classes(error: IndexError) -> str | None:

@@ -43,7 +43,7 @@ class LossProbe:
     def __init__(self, loss: Loss, strategy: Strategy) -> None:
         self.loss = loss
         self.ignores_filler: dict[bool, bool | None] = dict.fromkeys(
-            (False, True), None if loss.compute_loss is None else False
+            (False, True), None if loss.compute_loss is None and not loss.counts_samples else False
         )
         self._strategy = strategy
         self._tries = {"shift": 0, "filler": 0}
@@ -67,7 +67,7 @@ class LossProbe:
         if loss.compute_loss is None:
             _check_columns(loss.module, batch)
         labels = labels_of(batch)
-        if labels is None or not is_whole(labels) or labels.ndim < 2:
+        if loss.counts_samples or labels is None or not is_whole(labels) or labels.ndim < 2:
             loss.shifts = False
             return loss.shifts
         labels = labels.cpu()
