@@ -274,7 +274,8 @@ class Trainer(ResultMethods):
         if not to_train:
             refuse_to_join()
             if self.run.strategy.is_main:  # for the files of a `compute_metrics`, or those of a script
-                Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):
+                    Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         probe = self._probe or self._prepare()
         if self._initial.is_late and not to_train:  # a training may have been refused before it loaded the weights
             self._initial.load()
@@ -301,7 +302,7 @@ class Trainer(ResultMethods):
             ValueError: If there is no dataset, the dataset is empty, or the model returns no loss.
         """
         dataset = chosen_dataset(self.run.eval_dataset, eval_dataset)
-        with generating_with(self.args, generation, "evaluate"):
+        with generating_with(self.run, generation, "evaluate"):
             evaluation = self._evaluation()
             with generators_kept(self.run.strategy.device):
                 metrics = evaluation.evaluate(dataset, metric_key_prefix)
@@ -323,7 +324,7 @@ class Trainer(ResultMethods):
             TypeError: If an argument is unknown.
             ValueError: If the dataset is empty, or the model's output has no predictions.
         """
-        with generating_with(self.args, generation, "predict"):
+        with generating_with(self.run, generation, "predict"):
             evaluation = self._evaluation()
             with generators_kept(self.run.strategy.device):
                 output = evaluation.predict(test_dataset, metric_key_prefix)

@@ -201,6 +201,15 @@ def test_from_transformers_lists_what_has_no_counterpart(tmp_path: Path) -> None
     ]
 
 
+def test_the_scripts_arguments_and_accelerators_state_stay_as_they_are(tmp_path: Path) -> None:
+    from accelerate.state import AcceleratorState, PartialState
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, bf16=True)
+    before = [dict(state._shared_state) for state in (PartialState, AcceleratorState)]
+    TrainingArguments.from_transformers(args)
+    assert [dict(state._shared_state) for state in (PartialState, AcceleratorState)] == before
+
+
 def test_fields_of_a_subclass_are_the_scripts_own(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class OfAScript(transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]

@@ -115,3 +115,19 @@ def test_lists_and_tuples_of_columns_are_joined_by_column() -> None:
         collected.add(columns, tuple(columns), columns, samples=size)
     for zeros, ones in collected.arrays(Strategy(), everywhere=True):
         assert (zeros.tolist(), ones.tolist()) == ([0, 0, 0], [1, 1, 1])
+
+
+def test_dicts_within_outputs_are_no_samples() -> None:
+    for layers in (2, 3):
+        collected = Collected()
+        for _ in range(2):
+            collected.add((torch.zeros(3, 2), [{"boxes": torch.zeros(3, 4)}] * layers), None, samples=3)
+        logits, auxiliary = collected.arrays(Strategy(), everywhere=True).predictions
+        assert (logits.shape, len(auxiliary)) == ((6, 2), layers)
+
+
+def test_labels_that_may_be_columns_or_samples_are_refused() -> None:
+    collected = Collected()
+    collected.add(torch.zeros(2), [torch.zeros(2), torch.ones(2)], samples=2)
+    with pytest.raises(ValueError, match="labels are a list of 2 tensors with 2 rows in a batch of 2 samples, "):
+        collected.arrays(Strategy(), everywhere=True)

@@ -219,5 +219,9 @@ def test_settings_of_one_call(tmp_path: Path) -> None:
         TypeError, match=r"evaluate\(\) has no argument 'metric_prefix', and generate\(\) neither; leave"
     ):
         mine.evaluate(metric_prefix="x")
+    config = {"max_new_tokens": 5}
+    other = trainer(tmp_path, "t5", generation_max_length=None, generation_config=config)
+    assert other.predict(data, max_length=4).predictions.shape == (7, 4)
+    assert other.predict(data, synced_gpus=False).predictions.shape == (7, 6)  # an argument of generate alone
     with pytest.raises(TypeError, match=r"'ignore_keys', .*; give Trainer\(preprocess_logits_for_metrics=\)"):
         mine.predict(data, ignore_keys=["hidden_states"])

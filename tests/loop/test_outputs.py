@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kit.architectures import ARCHITECTURES
 from torch import nn
 
 from trainer_kit import EvalPrediction, Trainer, TrainingArguments
@@ -123,3 +124,20 @@ class WithPart(nn.Module):
 def test_a_number_of_a_batch_is_an_output_too(tmp_path: Path) -> None:
     part, logits = make_trainer(tmp_path, WithPart()).predict([{"x": torch.ones(4), "labels": 1}] * 7).predictions
     assert (part.shape, logits.shape) == ((3,), (7, 3))
+
+
+def test_passes_of_one_and_of_several_calls_have_the_same_predictions(tmp_path: Path) -> None:
+    """Of a transformers model with several outputs, whose last batch has one sample."""
+
+    def by_sample(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        rows = range(len(batch["labels"]))
+        losses = [model(**{name: each[row : row + 1] for name, each in batch.items()}).loss for row in rows]
+        return torch.stack(losses).sum() * 3, 3 * len(rows)
+
+    torch.manual_seed(0)
+    data = [{"input_ids": torch.arange(4) + 1, "labels": torch.arange(3) + i} for i in range(5)]
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2)
+    mine = Trainer(ARCHITECTURES["t5"](), args, compute_loss=by_sample)
+    found = [mine.predict(data).predictions for _ in range(2)]  # the first after probes
+    assert found[0].shape[:2] == (5, 3)
+    assert np.array_equal(found[0], found[1])

@@ -43,12 +43,12 @@ def test_metrics_are_written(tmp_path: Path) -> None:
     mine = trainer(tmp_path / "new")
     mine.save_metrics("train", {"loss": np.float32(0.5), "steps": 2})
     mine.save_metrics("eval", {"loss": 0.25, "accuracy": torch.tensor(0.75)})
-    mine.save_metrics("test", {"loss": 9.0}, combined=False)
+    mine.save_metrics("test", {"loss": 9.0, "of": {"classes": torch.zeros(2)}}, combined=False)
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "new").iterdir()}
     assert found == {
         "train_results.json": {"loss": 0.5, "steps": 2},
         "eval_results.json": {"loss": 0.25, "accuracy": 0.75},
-        "test_results.json": {"loss": 9.0},
+        "test_results.json": {"loss": 9.0, "of": {"classes": [0.0, 0.0]}},
         "all_results.json": {"loss": 0.25, "steps": 2, "accuracy": 0.75},
     }
 
@@ -65,6 +65,8 @@ def test_a_script_of_transformers_ends_well(tmp_path: Path, caplog: pytest.LogCa
     assert "pipeline_tag: text-classification\n" in card
     assert "datasets: glue\n" in card or "datasets:\n- glue\n" in card
     assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] > 0
+    mine.create_model_card(finetuned_from=str(tmp_path))
+    assert str(tmp_path) not in (tmp_path / "README.md").read_text()
     (tmp_path / "log.jsonl").unlink()
     with caplog.at_level(logging.WARNING):
         mine.create_model_card()

@@ -87,6 +87,17 @@ def test_columns_that_forward_calls_labels_are_labels(tmp_path: Any, columns: li
         assert [each.tolist() for each in found] == [expected, expected]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_traced_model_has_no_label_columns(tmp_path: Any) -> None:
+    def mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = model(batch["x"]).mean()
+        return result
+
+    model = torch.jit.trace(nn.Linear(1, 2), torch.ones(1, 1))
+    found = Trainer(model, arguments(tmp_path), compute_loss=mean).evaluate([{"x": torch.zeros(1)}] * 3)
+    assert found["eval_loss"] == pytest.approx(model.bias.mean().item())
+
+
 class Count:
     def reset(self) -> None:
         self.batches = 0

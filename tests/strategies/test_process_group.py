@@ -205,3 +205,12 @@ def test_a_gpu_of_the_same_name_on_another_machine_is_another_one() -> None:
     check_own_gpus([("node1", GPU), ("node2", GPU), ("node1", "cpu"), ("node1", "cpu"), ("a", "xla:0"), ("a", "xla:0")])
     with pytest.raises(ValueError, match="ranks 1 and 2 on node2"):
         check_own_gpus([("node1", "mps:0"), ("node2", "mps:0"), ("node2", "mps:0")])
+
+
+def test_a_group_for_devices_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backends in ("cpu:gloo", "cpu:gloo,cuda:nccl"):
+        monkeypatch.setattr(process_group.dist, "get_backend_config", lambda each=backends: each)
+        process_group._check_backends()
+    monkeypatch.setattr(process_group.dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match=r"process group \(cuda:nccl\) has no backend for tensors on the host"):
+        process_group._check_backends()

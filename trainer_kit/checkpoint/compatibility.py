@@ -63,8 +63,9 @@ def default_request(args: TrainingArguments, restarts: int) -> bool | str | None
 
 
 def read_request(request: bool | str | Path | None) -> bool | str | Path | None:
-    """Return what `resume_from_checkpoint` requests: True also for that word, as a command line gives it."""
-    return True if request in ("True", "true") else request
+    """Return what `resume_from_checkpoint` requests; a command line gives True and False as words."""
+    words: dict[Any, bool] = {"True": True, "true": True, "False": False, "false": False}
+    return words.get(request, request)
 
 
 def find_checkpoint(

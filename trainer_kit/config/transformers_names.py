@@ -314,13 +314,27 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """
     if not is_of_transformers(hf_args):
         raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
-    kind = next(kind for kind in type(hf_args).__mro__ if kind.__module__.startswith("transformers."))
-    default: Any = kind(output_dir=hf_args.output_dir)
+    kind: Any = next(kind for kind in type(hf_args).__mro__ if kind.__module__.startswith("transformers."))
     settings = {
         field.name: getattr(hf_args, field.name)
-        for field in dataclasses.fields(default)
-        if (field.name in known or getattr(hf_args, field.name) != getattr(default, field.name))
+        for field in dataclasses.fields(kind)
+        if field.name in known or not _is_default(field, getattr(hf_args, field.name))
     }
     if settings.get("warmup_ratio", 0) is None:  # the default, in releases of transformers 5 that still have it
         del settings["warmup_ratio"]
     return settings
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return whether a field of transformers' arguments has its default, or what their `__post_init__` makes of it.
+
+    Other arguments are not made to compare with: that would change the state that accelerate keeps for the script.
+    """
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if _is_nothing(default):
+        return _is_nothing(value) or (isinstance(value, dict) and not any(value.values()))
+    return bool(value == default)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)

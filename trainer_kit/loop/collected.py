@@ -86,31 +86,55 @@ def _joined_present(parts: list[Any], sizes: list[int | None], fill: int, are_la
     """Join the batches that have this part; return None without one. Empties the list."""
     sizes = [size for part, size in zip(parts, sizes, strict=True) if part is not None]
     parts[:] = [part for part in parts if part is not None]
-    return _joined(parts, sizes, fill, are_labels) if parts else None
+    if not parts:
+        return None
+    if _is_per_sample(parts, sizes, are_labels):
+        return _chained(parts)
+    if are_labels and isinstance(parts[0], tuple):  # columns, each of which may have an entry for each sample
+        columns = [list(column) for column in zip(*parts, strict=True)]
+        return tuple(
+            _chained(column) if _is_per_sample(column, sizes, are_labels) else _joined(column, fill)
+            for column in columns
+        )
+    return _joined(parts, fill)
 
 
 def _is_per_sample(parts: list[Any], sizes: list[int | None], are_labels: bool) -> bool:
     """Return whether the batches' lists hold an entry for each sample, and not columns.
 
     Such an entry is a dict; in a list of labels it may be anything.
+
+    Raises:
+        ValueError: If the entries of a list of labels may be both.
     """
-    for part, size in zip(parts, sizes, strict=True):
-        if not isinstance(part, (tuple, list)) or len(part) != size:
-            return False
-    is_list = are_labels and isinstance(parts[0], list)
-    return is_list or all(isinstance(entry, Mapping) for part in parts for entry in part)
+    batches = list(zip(parts, sizes, strict=True))
+    if any(not isinstance(part, (tuple, list)) or len(part) != size for part, size in batches):
+        return False
+    if all(isinstance(entry, Mapping) for part in parts for entry in part):
+        return True
+    if not (are_labels and isinstance(parts[0], list)):
+        return False
+    if all(isinstance(entry, np.ndarray) and entry.shape[:1] == (size,) for part, size in batches for entry in part):
+        raise ValueError(
+            f"labels are a list of {sizes[0]} tensors with {sizes[0]} rows in a batch of {sizes[0]} samples, which may "
+            "be columns or samples; let data_collator return a tuple of columns, or a dict for each sample"
+        )
+    return True
 
 
-def _joined(parts: list[Any], sizes: list[int | None], fill: int, are_labels: bool) -> Any:
+def _chained(parts: list[Any]) -> list[Any]:
+    """Return the entries of all batches. Empties the list."""
+    entries = [map_tensors(_wide, entry, np.ndarray) for part in parts for entry in part]
+    parts.clear()
+    return entries
+
+
+def _joined(parts: list[Any], fill: int = IGNORED) -> Any:
     """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
-    if _is_per_sample(parts, sizes, are_labels):
-        entries = [map_tensors(_wide, entry, np.ndarray) for part in parts for entry in part]
-        parts.clear()
-        return entries
     if isinstance(parts[0], (tuple, list)):
         columns = [list(column) for column in zip(*parts, strict=True)]
         parts.clear()
-        return tuple(_joined(column, sizes, fill, are_labels) for column in columns)
+        return tuple(_joined(column, fill) for column in columns)
     if not isinstance(parts[0], np.ndarray):
         return [map_tensors(_wide, part, np.ndarray) for part in parts]
     parts[:] = map(np.atleast_1d, parts)  # one number of a batch

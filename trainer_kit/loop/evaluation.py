@@ -147,7 +147,7 @@ class Evaluator:
         self.compute_metrics = compute_metrics
         self.preprocess_logits = preprocess_logits
         self.generate = TextGenerator(run) if run.args.predict_with_generate else None
-        self._label_columns = label_columns_of(self.loss.module)
+        self._label_columns = label_columns_of(self.loss.module) if self.loss.compute_loss is None else []
         self._ignored_outputs = ignored_outputs(self.loss.module)
 
     def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
@@ -293,6 +293,7 @@ class Evaluator:
         loss, calls, generate = self.loss, [], self.generate if wanted.predictions else None
         value: torch.Tensor | None = None
         items, outputs = None, None
+        totals.captured.clear()  # of the calls of probes
         with self.run.strategy.autocast():
             if with_loss and (loss.compute_loss is not None or not wanted.predictions or generate is not None):
                 value, items = loss(batch)
@@ -309,8 +310,8 @@ class Evaluator:
             value = value if items is None else value / items
         if not wanted.predictions or generated is not None:
             return (generated, None), value
-        if outputs is not None or len(calls) < 2:
-            return self._selected(next(iter(calls), None) if outputs is None else outputs, wanted), value
+        if outputs is not None or not calls:
+            return self._selected(outputs, wanted), value
         labels = labels_of(batch)
         rows = counts.samples if labels is None or not labels.ndim else len(labels)
         return (joined_predictions([predictions_in(output) for output in calls], rows), None), value

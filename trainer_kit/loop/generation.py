@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import IGNORED, labels_of, shape_of
 from trainer_kit.loss.loss import columns_of
 from trainer_kit.run import Run
@@ -140,12 +140,15 @@ class TextGenerator:
         return {**inputs, "attention_mask": mask.to(ids.dtype)}
 
 
+_LENGTHS = ("max_length", "max_new_tokens")
+
+
 @contextlib.contextmanager
-def generating_with(args: TrainingArguments, settings: Mapping[str, Any], method: str) -> Iterator[None]:
+def generating_with(run: Run, settings: Mapping[str, Any], method: str) -> Iterator[None]:
     """Set arguments of `generate` for one evaluation; those that are None have no effect.
 
     Args:
-        args: The arguments of the run, which have their own values again afterwards.
+        run: The run, whose arguments have their own values again afterwards.
         settings: The settings by name.
         method: Name of the method that got them, for the error.
 
@@ -156,17 +159,15 @@ def generating_with(args: TrainingArguments, settings: Mapping[str, Any], method
     if not settings:
         yield
         return
-    from transformers import GenerationConfig
-
-    for name in settings:
-        if not hasattr(GenerationConfig(), name):
-            todo = "give Trainer(preprocess_logits_for_metrics=)" if name == "ignore_keys" else "leave it out"
-            raise TypeError(f"{method}() has no argument {name!r}, and generate() neither; {todo}")
-    kept = {
-        name: getattr(args, name) for name in ("generation_config", "generation_max_length", "generation_num_beams")
+    _check_names(run.model, settings, method)
+    args, fields = run.args, ("generation_config", "generation_max_length", "generation_num_beams")
+    kept = {name: getattr(args, name) for name in fields}
+    has_length = not settings.keys().isdisjoint(_LENGTHS)
+    own = {
+        name: value for name, value in (args.generation_config or {}).items() if not (has_length and name in _LENGTHS)
     }
-    args.generation_config = {**(args.generation_config or {}), **settings}
-    if not settings.keys().isdisjoint(("max_length", "max_new_tokens")):
+    args.generation_config = {**own, **settings}
+    if has_length:
         args.generation_max_length = None
     if "num_beams" in settings:
         args.generation_num_beams = None
@@ -175,3 +176,13 @@ def generating_with(args: TrainingArguments, settings: Mapping[str, Any], method
     finally:
         for name, value in kept.items():
             setattr(args, name, value)
+
+
+def _check_names(model: torch.nn.Module, settings: Mapping[str, Any], method: str) -> None:
+    from transformers import GenerationConfig
+
+    known = {*vars(GenerationConfig()), *inspect.signature(getattr(model, "generate", print)).parameters}
+    for name in settings:
+        if name not in known:
+            todo = "give Trainer(preprocess_logits_for_metrics=)" if name == "ignore_keys" else "leave it out"
+            raise TypeError(f"{method}() has no argument {name!r}, and generate() neither; {todo}")

@@ -339,8 +339,8 @@ def outputs_in(output: Any, ignored: Sequence[str]) -> Any:
 def ignored_outputs(module: torch.nn.Module) -> Sequence[str]:
     """Return the names of the outputs that a transformers model's configuration leaves out of predictions."""
     config = getattr(without_adapters(without_wrappers(module)), "config", None)
-    names: Sequence[str] = getattr(config, "keys_to_ignore_at_inference", ("past_key_values",))
-    return names
+    names: Sequence[str] | None = getattr(config, "keys_to_ignore_at_inference", ("past_key_values",))
+    return names or ()
 
 
 def _is_batched(value: Any) -> bool:

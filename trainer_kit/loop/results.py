@@ -121,19 +121,22 @@ class ResultMethods:
             logger.warning("no model card is written: it is made from %s, which report_to='jsonl' writes", NAME)
             return
         fields = {_CARD_FIELDS.get(name, name): each for name, each in metadata.items() if name not in _ONLY_TEXT}
-        task = fields.get("pipeline_tag")
-        if isinstance(task, (list, tuple)):
+        if isinstance(task := fields.get("pipeline_tag"), (list, tuple)):
             fields["pipeline_tag"] = task[0] if task else None
+        if isinstance(names := fields.get("datasets"), str):
+            fields["datasets"] = [names]
+        if Path(str(fields.get("base_model"))).is_dir():  # a card names no folders
+            fields["base_model"] = None
         given = {name: value for name, value in fields.items() if value is not None}
         write_file(folder / "README.md", [model_card(folder, **given).encode()])
 
 
 def _shown(name: str, value: Any) -> str:
-    if name.endswith("_runtime"):
+    if name.endswith("_runtime") and isinstance(value, (int, float)):
         return f"{datetime.timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
     return str(round(value, 4)) if isinstance(value, float) else str(value)
 
 
 def _write(path: Path, metrics: Mapping[str, Any]) -> None:
-    plain = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-    write_file(path, [(json.dumps(plain, indent=4, sort_keys=True) + "\n").encode()])
+    text = json.dumps(metrics, indent=4, sort_keys=True, default=lambda value: value.tolist())  # of torch or numpy
+    write_file(path, [f"{text}\n".encode()])

@@ -141,7 +141,7 @@ def _listed_labels(batch: Any) -> Any:
     else:
         name = _label_name(batch)
         labels = () if name is None else _entry(batch, name)
-        is_listed = isinstance(labels, (tuple, list))
+        is_listed = isinstance(labels, (tuple, list)) and not any(isinstance(each, str) for each in labels)
     return labels if is_listed and len(labels) else None
 
 

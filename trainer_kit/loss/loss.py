@@ -70,6 +70,11 @@ class Loss:
             raise ValueError(
                 "chunked_cross_entropy=True computes the model's own loss; set it to False, or leave out compute_loss="
             )
+        if label_smoothing and compute_loss is None and _is_ctc(module):
+            raise ValueError(
+                f"label_smoothing_factor={label_smoothing} is not possible with the CTC loss of "
+                f"{model_class(module).__name__}; set it to 0.0"
+            )
         self.model = model
         self.module = module
         self.compute_loss = compute_loss
@@ -243,7 +248,10 @@ def columns_of(module: torch.nn.Module, even_with_keywords: bool = False) -> lis
 
 def label_columns_of(module: torch.nn.Module) -> list[str]:
     """Return the parameters of a module's `forward` with "label" in their names, which transformers takes as labels."""
-    names = columns_of(without_adapters(without_wrappers(module)), even_with_keywords=True) or ()
+    try:
+        names = columns_of(without_adapters(without_wrappers(module)), even_with_keywords=True) or ()
+    except ValueError:  # a traced module has no signature
+        return []
     return [name for name in names if "label" in name]
 
 

@@ -91,7 +91,7 @@ class Membership:
             location: Host name and device of this process; a GPU must be unique among the processes.
 
         Raises:
-            ValueError: If the rendezvous fails, or processes share a GPU.
+            ValueError: If the rendezvous fails, processes share a GPU, or the group that exists is for devices alone.
         """
         if cls.current is not None:
             cls.current.recover()  # of a training of another strategy
@@ -113,6 +113,8 @@ class Membership:
                     timeout=timedelta(seconds=timeout),
                     device_id=device if device.type == "cuda" else None,
                 )
+        else:
+            _check_backends()
         # A separate connection: a waiting main thread may occupy the group's.
         watch = PrefixStore(f"heartbeat/{place.restarts}", _connect(place, serves=False))
         slow = min(SLOW_SECONDS, timeout / 4)
@@ -333,6 +335,16 @@ def _meet(place: Place) -> Store:
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _connect(place, serves=place.rank == 0 and not agent_serves)
     return PrefixStore(f"trainer_kit/{place.restarts}", store)
+
+
+def _check_backends() -> None:
+    """Refuse a process group of the program's that cannot exchange what is on the host."""
+    if "cpu:" not in (backends := dist.get_backend_config()):
+        raise ValueError(
+            f"the program's process group ({backends}) has no backend for tensors on the host; make it by "
+            "torch.distributed.init_process_group('cpu:gloo,cuda:nccl') at the start of the script, before "
+            "transformers' TrainingArguments or an Accelerator of accelerate, which make one for GPUs alone"
+        )
 
 
 def _wait_for_all(store: Store, place: Place, location: tuple[str, str]) -> None:
