@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainer_kit.config.validation import Rule, check_names, check_values, load_fields, save_fields
@@ -110,6 +110,7 @@ VALUES = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(values=st.dictionaries(st.text(), VALUES, max_size=4), suffix=st.sampled_from([".json", ".yaml"]))
+@example(values={"0E0": "1e5", "5e-5": [1e5, 12, "12", ".5e1", "1."]}, suffix=".yaml")
 def test_what_is_saved_is_loaded(tmp_path: Path, values: dict[str, Any], suffix: str) -> None:
     save_fields(tmp_path / f"a{suffix}", values)
     assert repr(load_fields(tmp_path / f"a{suffix}")) == repr(values)

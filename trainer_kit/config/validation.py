@@ -285,6 +285,12 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError(f"{path}: is no valid YAML: {error}") from error
 
 
+_YAML_FLOAT = re.compile(
+    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_YAML_FLOAT_BEGINS = list("-+.0123456789")
+
+
 def parse_yaml(text: str) -> Any:
     """Return the content of YAML text, in which `no` is a string and `5e-5` a number, as in YAML 1.2.
 
@@ -301,9 +307,8 @@ def parse_yaml(text: str) -> Any:
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (bool_tag, float_tag)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    number = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
     Loader.add_implicit_resolver(bool_tag, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-    Loader.add_implicit_resolver(float_tag, re.compile(f"(?:{number})$"), list("-+.0123456789"))
+    Loader.add_implicit_resolver(float_tag, _YAML_FLOAT, _YAML_FLOAT_BEGINS)
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -313,7 +318,11 @@ def parse_yaml(text: str) -> Any:
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     import yaml
 
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    class Dumper(yaml.SafeDumper):
+        """Quotes strings such as "1e5" too, which `parse_yaml` reads as numbers."""
+
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, _YAML_FLOAT_BEGINS)
+    path.write_text(yaml.dump(values, Dumper=Dumper, sort_keys=False), encoding="utf-8")
 
 
 _FORMATS = {
