@@ -267,7 +267,7 @@ def test_a_command_lines_true_resumes_from_the_newest_checkpoint(tmp_path: Path,
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
-def test_what_to_do_with_a_checkpoint_of_transformers_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_to_do_with_a_checkpoint_of_transformers_trainer(tmp_path: Path) -> None:
     theirs = tmp_path / "checkpoint-8"
     theirs.mkdir()
     (theirs / "trainer_state.json").write_text("{}")
@@ -278,8 +278,6 @@ def test_what_to_do_with_a_checkpoint_of_transformers_trainer(tmp_path: Path, ca
     for request in (theirs, tmp_path):
         with pytest.raises(ValueError, match=f"{re.escape(sentence)}$"):
             make_trainer(tmp_path / "run").train(resume_from_checkpoint=request)
-    make_trainer(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
-    assert sentence in caplog.text
 
 
 def test_a_model_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path: Path) -> None:

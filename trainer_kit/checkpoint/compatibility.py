@@ -87,11 +87,10 @@ def find_checkpoint(
     """
     if request is True:
         found = newest_valid(output_dir, logger.warning, repair=repair, check=check)
-        if found is None and (there := find_checkpoints(output_dir)):
+        if found is None and find_checkpoints(output_dir):
             logger.warning(
-                "no checkpoint in %s is valid: training starts from the beginning, and moves them to earlier-N/%s",
+                "no checkpoint in %s is valid: training starts from the beginning, and moves them to earlier-N/ there",
                 output_dir,
-                _of_transformers(there),
             )
         elif found is None:
             logger.info("no checkpoint in %s yet: training starts from the beginning", output_dir)
