@@ -267,6 +267,14 @@ def test_a_command_lines_true_resumes_from_the_newest_checkpoint(tmp_path: Path,
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
+def test_the_word_false_begins_a_new_run(tmp_path: Path) -> None:
+    for steps in (2, 3):
+        trainer = make_trainer(tmp_path, max_steps=steps, report_to="jsonl", resume_from_checkpoint="False")
+        trainer.train()
+        assert trainer.run.state.step == steps
+    assert (tmp_path / "earlier-1" / "log.jsonl").exists()
+
+
 def test_what_to_do_with_a_checkpoint_of_transformers_trainer(tmp_path: Path) -> None:
     theirs = tmp_path / "checkpoint-8"
     theirs.mkdir()

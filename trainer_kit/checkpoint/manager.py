@@ -157,7 +157,7 @@ class CheckpointManager:
         run = self.run
         if environment.is_newcomer():  # it gets its state from those that it joins
             return
-        request, self._starts_again = read_request(request), bool(request)
+        self._starts_again = bool(request := read_request(request))
         if request is True and self.copier is not None and run.strategy.collectives.on_main(lambda: self.lock.is_held):
             self.resumed_from = self._find_or_recover(self.copier.root)
         elif request:
