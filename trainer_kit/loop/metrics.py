@@ -15,7 +15,7 @@ from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.means import LoggedValue, Sums, add_sums, read_sums, sum_values
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
-from trainer_kit.utils.wrappers import without_adapters, without_wrappers
+from trainer_kit.utils.wrappers import without_wrappers_and_adapters
 
 _FOLD = 64
 """Batches after which losses are read from the device, so that memory stays constant."""
@@ -338,7 +338,7 @@ def outputs_in(output: Any, ignored: Sequence[str]) -> Any:
 
 def ignored_outputs(module: torch.nn.Module) -> Sequence[str]:
     """Return the names of the outputs that a transformers model's configuration leaves out of predictions."""
-    config = getattr(without_adapters(without_wrappers(module)), "config", None)
+    config = getattr(without_wrappers_and_adapters(module), "config", None)
     names: Sequence[str] | None = getattr(config, "keys_to_ignore_at_inference", ("past_key_values",))
     return names or ()
 

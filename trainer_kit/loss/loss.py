@@ -23,7 +23,7 @@ from trainer_kit.loss.means import PassLog
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import keys, tensors
-from trainer_kit.utils.wrappers import model_class, without_adapters, without_wrappers
+from trainer_kit.utils.wrappers import model_class, without_wrappers_and_adapters
 
 ComputeLoss = Callable[[torch.nn.Module, Any], Any]
 
@@ -70,7 +70,9 @@ class Loss:
             raise ValueError(
                 "chunked_cross_entropy=True computes the model's own loss; set it to False, or leave out compute_loss="
             )
-        if label_smoothing and compute_loss is None and _is_ctc(module):
+        self._ctc = _ctc_model(module) if compute_loss is None else None
+        self.counts_samples = self._ctc is not None
+        if label_smoothing and self.counts_samples:
             raise ValueError(
                 f"label_smoothing_factor={label_smoothing} is not possible with the CTC loss of "
                 f"{model_class(module).__name__}; set it to 0.0"
@@ -83,7 +85,6 @@ class Loss:
         self.shifts: bool | None = None
         self.label_smoothing = label_smoothing
         self.returns_sum_and_count: bool | None = None if compute_loss is not None else False
-        self.counts_samples = compute_loss is None and _is_ctc(module)
         self._compute = compute_loss or call
         self._chunked = ChunkedLanguageModel(module) if chunked else None
 
@@ -181,7 +182,7 @@ class Loss:
         """
         own = found_loss(output)
         if own is not None and self.counts_samples:
-            _check_ctc_reduction(self.module)
+            _check_ctc_reduction(self._ctc)
         if own is None or not self.label_smoothing:
             return own
         return smoothed_loss(output, labels_of(batch), self.label_smoothing, bool(self.shifts))
@@ -249,7 +250,7 @@ def columns_of(module: torch.nn.Module, even_with_keywords: bool = False) -> lis
 def label_columns_of(module: torch.nn.Module) -> list[str]:
     """Return the parameters of a module's `forward` with "label" in their names, which transformers takes as labels."""
     try:
-        names = columns_of(without_adapters(without_wrappers(module)), even_with_keywords=True) or ()
+        names = columns_of(without_wrappers_and_adapters(module), even_with_keywords=True) or ()
     except ValueError:  # a traced module has no signature
         return []
     return [name for name in names if "label" in name]
@@ -328,18 +329,17 @@ def scale_gradients(grads: list[torch.Tensor], loss: torch.Tensor, divisor: int,
     return mean
 
 
-def _is_ctc(module: torch.nn.Module) -> bool:
-    """Return whether a module is a CTC model of transformers, or of a class derived from one."""
-    inner = without_adapters(without_wrappers(module))
-    names = (kind.__name__ for kind in type(inner).__mro__)
-    return hasattr(getattr(inner, "config", None), "ctc_loss_reduction") and any(n.endswith("ForCTC") for n in names)
+def _ctc_model(module: torch.nn.Module) -> Any:
+    """Return the CTC model of transformers in a module, or one of a class derived from it; None for another model."""
+    inner = without_wrappers_and_adapters(module)
+    is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(inner).__mro__)
+    return inner if is_ctc and hasattr(getattr(inner, "config", None), "ctc_loss_reduction") else None
 
 
-def _check_ctc_reduction(module: torch.nn.Module) -> None:
-    inner: Any = without_adapters(without_wrappers(module))
-    if (reduction := inner.config.ctc_loss_reduction) != "mean":
+def _check_ctc_reduction(model: Any) -> None:
+    if (reduction := model.config.ctc_loss_reduction) != "mean":
         raise ValueError(
-            f"config.ctc_loss_reduction={reduction!r} of {type(inner).__name__} is a loss that grows with the batch; "
+            f"config.ctc_loss_reduction={reduction!r} of {type(model).__name__} is a loss that grows with the batch; "
             'set model.config.ctc_loss_reduction = "mean", or give compute_loss='
         )
 

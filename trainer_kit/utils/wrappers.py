@@ -27,6 +27,11 @@ def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
     return unwrap() if callable(unwrap) else model
 
 
+def without_wrappers_and_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of wrappers and below adapters, such as the one of transformers that has a `config`."""
+    return without_adapters(without_wrappers(model))
+
+
 def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of a model, not the one that torch's `fully_shard` derives from it."""
     kind = type(model)

@@ -18,7 +18,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import storage_key
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
-from trainer_kit.utils.wrappers import without_adapters, without_wrappers
+from trainer_kit.utils.wrappers import without_adapters, without_wrappers, without_wrappers_and_adapters
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -196,7 +196,7 @@ def base_name(model: torch.nn.Module) -> str | None:
 
 def base_commit(model: torch.nn.Module) -> str | None:
     """Return the commit of the Hub's repository from which the base of a model with adapters was loaded, if known."""
-    commit = getattr(getattr(without_adapters(without_wrappers(model)), "config", None), "_commit_hash", None)
+    commit = getattr(getattr(without_wrappers_and_adapters(model), "config", None), "_commit_hash", None)
     return commit if isinstance(commit, str) else None
 
 
