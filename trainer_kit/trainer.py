@@ -24,7 +24,7 @@ from trainer_kit.data.build import make_collators, make_reading
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation_loop import EvaluationLoop, chosen_dataset
-from trainer_kit.loop.generation import generating_with
+from trainer_kit.loop.generation import checked_settings
 from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
@@ -270,7 +270,7 @@ class Trainer(ResultMethods):
         self._probe = LossProbe(loss, run.strategy)
         return self._probe
 
-    def _evaluation(self, to_train: bool = False) -> EvaluationLoop:
+    def _evaluation(self, to_train: bool = False, generation: Mapping[str, Any] | None = None) -> EvaluationLoop:
         if not to_train:
             refuse_to_join()
             if self.run.strategy.is_main:  # for the files of a `compute_metrics`, or those of a script
@@ -281,7 +281,7 @@ class Trainer(ResultMethods):
             self._initial.load()
         loader_config = make_reading(self.args, self.run.strategy, self.eval_collate)
         functions = self.compute_metrics, self.preprocess_logits_for_metrics
-        return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions)
+        return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions, generation)
 
     # Evaluation
 
@@ -302,10 +302,9 @@ class Trainer(ResultMethods):
             ValueError: If there is no dataset, the dataset is empty, or the model returns no loss.
         """
         dataset = chosen_dataset(self.run.eval_dataset, eval_dataset)
-        with generating_with(self.run, generation, "evaluate"):
-            evaluation = self._evaluation()
-            with generators_kept(self.run.strategy.device):
-                metrics = evaluation.evaluate(dataset, metric_key_prefix)
+        evaluation = self._evaluation(generation=checked_settings(self.model, generation, "evaluate"))
+        with generators_kept(self.run.strategy.device):
+            metrics = evaluation.evaluate(dataset, metric_key_prefix)
         self.events.call("on_evaluate", self.run, metrics)
         return metrics
 
@@ -324,10 +323,9 @@ class Trainer(ResultMethods):
             TypeError: If an argument is unknown.
             ValueError: If the dataset is empty, or the model's output has no predictions.
         """
-        with generating_with(self.run, generation, "predict"):
-            evaluation = self._evaluation()
-            with generators_kept(self.run.strategy.device):
-                output = evaluation.predict(test_dataset, metric_key_prefix)
+        evaluation = self._evaluation(generation=checked_settings(self.model, generation, "predict"))
+        with generators_kept(self.run.strategy.device):
+            output = evaluation.predict(test_dataset, metric_key_prefix)
         self.events.call("on_predict", self.run, output.metrics)
         return output
 

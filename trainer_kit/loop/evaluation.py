@@ -130,6 +130,7 @@ class Evaluator:
             main process only. None: none are computed.
         preprocess_logits: `preprocess_logits(logits, labels)` returns what metrics and predictions hold in place of
             the model's outputs, which are all of those of a transformers model. None: the outputs.
+        generation: Arguments of `generate` that take precedence over those of the run; None: none do.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Evaluator:
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
         preprocess_logits: Callable[[Any, Any], Any] | None = None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         self.run = run
         self.inspection = inspection
@@ -146,7 +148,7 @@ class Evaluator:
         self.metrics = metrics
         self.compute_metrics = compute_metrics
         self.preprocess_logits = preprocess_logits
-        self.generate = TextGenerator(run) if run.args.predict_with_generate else None
+        self.generate = TextGenerator(run, generation or {}) if run.args.predict_with_generate else None
         self._label_columns = label_columns_of(self.loss.module) if self.loss.compute_loss is None else []
         self._ignored_outputs = ignored_outputs(self.loss.module)
 

@@ -30,6 +30,7 @@ class EvaluationLoop:
         metrics: Streaming metrics by name.
         compute_metrics: See `Evaluator`.
         preprocess_logits: See `Evaluator`.
+        generation: See `Evaluator`.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class EvaluationLoop:
         metrics: Mapping[str, Metric],
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
         preprocess_logits: Callable[[Any, Any], Any] | None = None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         self.run = run
         self.events = events
         self.probe = probe
         self.loader_config = loader_config
-        self._evaluator = Evaluator(run, probe, metrics, compute_metrics, preprocess_logits)
+        self._evaluator = Evaluator(run, probe, metrics, compute_metrics, preprocess_logits, generation)
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
         """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from trainer_kit.run import Run
 from trainer_kit.utils.wrappers import model_class
 
 _ARGUMENT = "predict_with_generate=True"
+_LENGTHS = frozenset({"max_length", "max_new_tokens"})
 
 
 class TextGenerator:
@@ -22,6 +22,7 @@ class TextGenerator:
 
     Args:
         run: The run, with `predict_with_generate`.
+        given: Arguments of `generate` that take precedence over those of the run.
 
     Raises:
         ValueError: If the model cannot generate or is sharded, or the device compiles for each shape.
@@ -30,7 +31,7 @@ class TextGenerator:
         pad_id: Id with which shorter texts are padded; None if neither model nor tokenizer has one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, given: Mapping[str, Any]) -> None:
         model: Any = run.model
         if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
             raise ValueError(
@@ -45,7 +46,7 @@ class TextGenerator:
             )
         self._model = model
         self._is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-        self._settings = self._read_settings(run.args)
+        self._settings = self._read_settings(run.args, given)
         self.pad_id = self._find_pad_id(run.processing_class)
 
     def __call__(self, batch: Any, samples: int) -> torch.Tensor:
@@ -72,20 +73,23 @@ class TextGenerator:
             )
         return ids if self._is_encoder_decoder else ids[:, inputs["input_ids"].shape[1] :]  # type: ignore[no-any-return]
 
-    def _read_settings(self, args: Any) -> dict[str, Any]:
-        settings: dict[str, Any] = dict(args.generation_config or {})
+    def _read_settings(self, args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        has_length = not _LENGTHS.isdisjoint(given)
+        replaced = _LENGTHS if has_length else frozenset[str]()
+        settings = {name: value for name, value in (args.generation_config or {}).items() if name not in replaced}
         if args.generation_num_beams is not None:
             settings["num_beams"] = args.generation_num_beams
+        settings |= given
         if "max_length" in settings and not self._is_encoder_decoder:
             raise ValueError(
                 f"generation_config has max_length={settings['max_length']}, which counts the padded prompt of a "
                 "causal model; give max_new_tokens"
             )
-        if args.generation_max_length is not None:
-            if given := [name for name in ("max_length", "max_new_tokens") if settings.get(name) is not None]:
+        if args.generation_max_length is not None and not has_length:
+            if lengths := [name for name in sorted(_LENGTHS) if settings.get(name) is not None]:
                 raise ValueError(
-                    f"generation_max_length={args.generation_max_length} and generation_config's {given[0]}="
-                    f"{settings[given[0]]} are two lengths; leave one out"
+                    f"generation_max_length={args.generation_max_length} and generation_config's {lengths[0]}="
+                    f"{settings[lengths[0]]} are two lengths; leave one out"
                 )
             name = "max_length" if self._is_encoder_decoder else "max_new_tokens"
             settings[name] = args.generation_max_length
@@ -140,49 +144,25 @@ class TextGenerator:
         return {**inputs, "attention_mask": mask.to(ids.dtype)}
 
 
-_LENGTHS = ("max_length", "max_new_tokens")
-
-
-@contextlib.contextmanager
-def generating_with(run: Run, settings: Mapping[str, Any], method: str) -> Iterator[None]:
-    """Set arguments of `generate` for one evaluation; those that are None have no effect.
+def checked_settings(model: torch.nn.Module, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return arguments of `generate` for one evaluation, without those that are None.
 
     Args:
-        run: The run, whose arguments have their own values again afterwards.
-        settings: The settings by name.
+        model: The user's model.
+        settings: The arguments by name.
         method: Name of the method that got them, for the error.
 
     Raises:
         TypeError: If a name is no argument of `generate`.
     """
-    settings = {name: value for name, value in settings.items() if value is not None}
-    if not settings:
-        yield
-        return
-    _check_names(run.model, settings, method)
-    args, fields = run.args, ("generation_config", "generation_max_length", "generation_num_beams")
-    kept = {name: getattr(args, name) for name in fields}
-    has_length = not settings.keys().isdisjoint(_LENGTHS)
-    own = {
-        name: value for name, value in (args.generation_config or {}).items() if not (has_length and name in _LENGTHS)
-    }
-    args.generation_config = {**own, **settings}
-    if has_length:
-        args.generation_max_length = None
-    if "num_beams" in settings:
-        args.generation_num_beams = None
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(args, name, value)
-
-
-def _check_names(model: torch.nn.Module, settings: Mapping[str, Any], method: str) -> None:
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return given
     from transformers import GenerationConfig
 
     known = {*vars(GenerationConfig()), *inspect.signature(getattr(model, "generate", print)).parameters}
-    for name in settings:
+    for name in given:
         if name not in known:
             todo = "give Trainer(preprocess_logits_for_metrics=)" if name == "ignore_keys" else "leave it out"
             raise TypeError(f"{method}() has no argument {name!r}, and generate() neither; {todo}")
+    return given
