@@ -23,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks DNS for each peer's name; a lost query would cost 5 s
 
 os.environ.pop("COLUMNS", None)  # a terminal's width is no matter of the tests
 

@@ -118,6 +118,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "eval_steps": ["0.5"],
     "eval_on_start": [1],
     "label_names": ["labels", [1]],
+    "eval_do_concat_batches": [0, "no"],
     "include_for_metrics": ["loss", None],
     "predict_with_generate": [None],
     "generation_max_length": [8.0],

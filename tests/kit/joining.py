@@ -48,7 +48,7 @@ class Joining:
         from kit.ranks import free_port
 
         self.folder = folder
-        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 0.5, "start_timeout": 60.0, "num_processes": 3}
+        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 30.0, "start_timeout": 60.0, "num_processes": 3}
         self.fields = {**limits, "master_port": free_port(), "cpu": True, **fields}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -21,7 +21,7 @@ class Meetings:
         self.stopped = threading.Event()
 
     def machine(self, number: int, **fields: Any) -> ElasticRendezvous:
-        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 0.5, "start_timeout": 30.0}
+        limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 30.0, "start_timeout": 30.0}
         config = LaunchConfig(
             node_rank=number,
             master_port=self.port,

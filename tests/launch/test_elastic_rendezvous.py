@@ -64,7 +64,7 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
     elastic: Meetings, is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, or ended by a signal, which it announces."""
-    machines = [elastic.machine(number, last_call=30.0) for number in range(3)]
+    machines = [elastic.machine(number) for number in range(3)]
     late = machines[2]
 
     def is_lost(_: object) -> None:
@@ -94,7 +94,7 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
 
 
 def test_machines_that_have_begun_wait_for_none(elastic: Meetings) -> None:
-    machines = [elastic.machine(number, last_call=30) for number in range(3)]
+    machines = [elastic.machine(number) for number in range(3)]
     infos = together(*(machine.next_rendezvous for machine in machines))
     machines[2].shutdown()
     time.sleep(0.5)  # until the keeper knows it
@@ -142,7 +142,7 @@ def test_no_machine_takes_the_end_of_waiting_for_the_end_of_the_run(elastic: Mee
 
 
 def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
-    machines = [elastic.machine(number, num_nodes=2, min_nodes=1, last_call=30.0) for number in range(3)]
+    machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
     together(*(machine.next_rendezvous for machine in machines[:2]))
     with ThreadPoolExecutor(2) as pool:
         spare = pool.submit(machines[2].next_rendezvous)
@@ -159,7 +159,7 @@ def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
 
 def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
     """They hear of it when it is ready; then it waits for its place as any other machine."""
-    machines = [elastic.machine(number) for number in range(3)]
+    machines = [elastic.machine(number, last_call=0.5) for number in range(3)]
     *others, late = machines
     assert late.running() is None, "the run has not begun"
     infos = together(*(machine.next_rendezvous for machine in others))
@@ -220,7 +220,7 @@ def test_a_spare_can_prepare_once_the_run_takes_in_newcomers(change: str, elasti
 
 
 def test_a_machine_that_prepares_hears_of_the_end(elastic: Meetings) -> None:
-    machines = [elastic.machine(number) for number in range(3)]
+    machines = [elastic.machine(number, last_call=0.5) for number in range(3)]
     *others, late = machines
     together(*(machine.next_rendezvous for machine in others))
     late.readiness = Readiness.PREPARING

@@ -22,7 +22,7 @@ from trainer_kit.utils.new_place import NEW
 
 @pytest.fixture
 def joining(tmp_path: Path) -> Iterator[Joining]:
-    run = Joining(tmp_path)
+    run = Joining(tmp_path, last_call=0.5)
     yield run
     run.close()
 
@@ -30,7 +30,7 @@ def joining(tmp_path: Path) -> Iterator[Joining]:
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Joining]:
     """A run with room for two machines."""
-    run = Joining(tmp_path, num_nodes=2, min_nodes=1, num_processes=2, last_call=30.0)
+    run = Joining(tmp_path, num_nodes=2, min_nodes=1, num_processes=2)
     yield run
     run.close()
 
@@ -66,7 +66,7 @@ def check_undisturbed(run: Joining, before: list[Note]) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
 def test_a_newcomer_joins_ranks_that_stay_in_their_processes(processes: int, tmp_path: Path) -> None:
-    run = Joining(tmp_path, num_processes=3 * processes)
+    run = Joining(tmp_path, num_processes=3 * processes, last_call=0.5)
     try:
         before = begin(run)
         run.start(2)
@@ -88,7 +88,7 @@ def test_a_newcomer_joins_ranks_that_stay_in_their_processes(processes: int, tmp
 @pytest.mark.distributed
 def test_two_newcomers_come_one_after_the_other(tmp_path: Path) -> None:
     """The main process opens the training again in each membership."""
-    run = Joining(tmp_path, min_nodes=1)
+    run = Joining(tmp_path, min_nodes=1, last_call=0.5)
     try:
         run.start(0)
         before = run.wait_for_places(1)
@@ -225,7 +225,7 @@ def test_a_spare_from_the_beginning_prepares_and_takes_the_place_of_a_lost_machi
 @pytest.mark.distributed
 def test_a_machine_with_another_training_leaves_those_that_stay_after_a_loss_in_their_processes(tmp_path: Path) -> None:
     """It joins in the membership that follows, whose ranks save first."""
-    run = Joining(tmp_path, min_nodes=1, last_call=30.0)
+    run = Joining(tmp_path, min_nodes=1)
     try:
         before = begin(run, machines=3)
         run.start(3, digest="other")

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from trainer_kit.loop.collected import Collected
+from trainer_kit.loop.prediction import EvalPrediction
 from trainer_kit.strategies.base import Strategy
+
+
+def joined(collected: Collected, everywhere: bool = True) -> EvalPrediction:
+    collected.gather(Strategy(), everywhere)
+    return collected.joined()
+
 
 VALUES = [0.0, -0.0, 1.5, -100.0, 1e-40, 3.4e38, float("inf"), float("-inf"), float("nan")]
 
@@ -18,7 +25,7 @@ def test_half_precision_is_widened_exactly(dtype: torch.dtype) -> None:
     collected = Collected()
     collected.add(values, values[:, 0])
     collected.add(values.flip(0), values.flip(0)[:, 0])
-    predictions, labels = collected.arrays(Strategy(), everywhere=True)
+    predictions, labels = joined(collected)
     both = torch.cat([values, values.flip(0)])
     expected = (both.float() if dtype in (torch.bfloat16, torch.float16) else both).numpy()
     assert predictions.dtype == labels.dtype == expected.dtype
@@ -30,7 +37,7 @@ def test_batches_of_other_widths_are_filled_up() -> None:
     collected = Collected()
     for width in (2, 3):
         collected.add((torch.ones(1, width).bfloat16(), torch.ones(2)), torch.ones(1, width).half())
-    (wide, other), labels = collected.arrays(Strategy(), everywhere=False)
+    (wide, other), labels = joined(collected, everywhere=False)
     assert wide.tolist() == labels.tolist() == [[1, 1, -100], [1, 1, 1]]
     assert wide.dtype == labels.dtype == np.float32
     assert other.tolist() == [1, 1, 1, 1]
@@ -54,10 +61,10 @@ def test_a_view_does_not_keep_its_tensor() -> None:
 
 
 def test_nothing_is_none() -> None:
-    assert [*Collected().arrays(Strategy(), everywhere=True)] == [None, None]
+    assert [*joined(Collected())] == [None, None]
     collected = Collected()
     collected.add(torch.ones(2, 1), None)
-    assert collected.arrays(Strategy(), everywhere=True).label_ids is None
+    assert joined(collected).label_ids is None
 
 
 def test_inputs_and_losses_are_kept_and_texts_filled_up_with_the_value_given() -> None:
@@ -65,7 +72,7 @@ def test_inputs_and_losses_are_kept_and_texts_filled_up_with_the_value_given() -
     for width in (1, 2):
         ids = torch.ones(1, width, dtype=torch.int64)
         collected.add(ids, (ids[:, 0], ids), ids, torch.tensor(0.5).expand(1))
-    found = collected.arrays(Strategy(), everywhere=True)
+    found = joined(collected)
     assert found.predictions.tolist() == [[1, 7], [1, 1]]
     assert [each.tolist() for each in found.label_ids] == [[1, 1], [[1, -100], [1, 1]]]
     assert found.inputs.tolist() == [[1, -100], [1, 1]]
@@ -77,7 +84,7 @@ def test_half_precision_in_dicts_is_widened(dtype: torch.dtype) -> None:
     collected = Collected()
     logits = torch.tensor([[1.5, -2.0]], dtype=dtype)
     collected.add({"logits": logits, "parts": [logits, (logits, 3)]}, None)
-    (found,), _ = collected.arrays(Strategy(), everywhere=True)
+    (found,), _ = joined(collected)
     assert type(found["parts"][1]) is tuple
     for array in (found["logits"], found["parts"][0], found["parts"][1][0]):
         assert array.dtype == np.float32
@@ -88,7 +95,7 @@ def test_batches_may_differ_in_dtype() -> None:
     collected = Collected()
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         collected.add(torch.ones(1, 2, dtype=dtype), torch.ones(1, dtype=dtype))
-    for array in collected.arrays(Strategy(), everywhere=True):
+    for array in joined(collected):
         assert array.dtype == np.float32
         assert array.sum() == array.size
 
@@ -99,7 +106,7 @@ def test_lists_with_an_entry_for_each_sample_are_chained() -> None:
         boxes = [{"boxes": torch.full((1 + place % 2, 4), float(place))} for place in range(first, first + size)]
         classes = [torch.full((place,), place) for place in range(first, first + size)]
         collected.add(list(boxes), (tuple(boxes), classes), classes, samples=size)
-    found = collected.arrays(Strategy(), everywhere=True)
+    found = joined(collected)
     for entries in (found.predictions, found.label_ids[0]):
         assert type(entries) is list
         assert [each["boxes"][0, 0] for each in entries] == [0, 1, 2, 3, 4, 5, 6]
@@ -113,7 +120,7 @@ def test_lists_and_tuples_of_columns_are_joined_by_column() -> None:
     for size in (2, 1):
         columns = [torch.zeros(size), torch.ones(size)]
         collected.add(columns, tuple(columns), columns, samples=size)
-    for zeros, ones in collected.arrays(Strategy(), everywhere=True):
+    for zeros, ones in joined(collected):
         assert (zeros.tolist(), ones.tolist()) == ([0, 0, 0], [1, 1, 1])
 
 
@@ -122,7 +129,7 @@ def test_dicts_within_outputs_are_no_samples() -> None:
         collected = Collected()
         for _ in range(2):
             collected.add((torch.zeros(3, 2), [{"boxes": torch.zeros(3, 4)}] * layers), None, samples=3)
-        logits, auxiliary = collected.arrays(Strategy(), everywhere=True).predictions
+        logits, auxiliary = joined(collected).predictions
         assert (logits.shape, len(auxiliary)) == ((6, 2), layers)
 
 
@@ -130,4 +137,4 @@ def test_labels_that_may_be_columns_or_samples_are_refused() -> None:
     collected = Collected()
     collected.add(torch.zeros(2), [torch.zeros(2), torch.ones(2)], samples=2)
     with pytest.raises(ValueError, match="labels are a list of 2 tensors with 2 rows in a batch of 2 samples, "):
-        collected.arrays(Strategy(), everywhere=True)
+        joined(collected)

@@ -50,7 +50,7 @@ class Elastic:
         batch_size: int = 2,
         slow: str = "",
         heartbeat: float | None = None,
-        last_call: float = 3,
+        last_call: float = 30,
         restarts: str = "",
         copies: bool = False,
         fsdp: bool = False,

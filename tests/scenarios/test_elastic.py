@@ -319,7 +319,7 @@ def test_the_side_that_waited_joins_when_the_network_is_mended(four: Elastic) ->
 
 @pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)
 def test_the_run_leaves_when_told(elastic: Elastic, told: tuple[int, ...]) -> None:
-    commands = elastic.start_all(last_call=30)  # so that all three take part
+    commands = elastic.start_all()
     for number in told:
         commands[number].process.send_signal(signal.SIGTERM)
     assert [each.code for each in finish(*commands)] == [143] * 3

@@ -116,6 +116,8 @@ class TrainingArguments(ArgumentSources):
         eval_on_start: Whether to evaluate before the first step too.
         label_names: Columns that metrics get as labels, in this order; None: "labels" or "label", or "start_positions"
             and "end_positions". What a loss counts does not depend on it.
+        eval_do_concat_batches: Whether `compute_metrics` and `predict` get the batches joined to arrays; False: lists
+            with an entry for each batch.
         include_for_metrics: What `compute_metrics` gets in addition: "inputs" (the main input) and "loss".
         predict_with_generate: Whether metrics and `predict` get token ids that a transformers model generates, in
             place of its logits. A causal model generates from the tokens before each sample's first label.
@@ -240,6 +242,7 @@ class TrainingArguments(ArgumentSources):
     eval_steps: StepsOrFraction | None = None
     eval_on_start: bool = False
     label_names: Names | None = None
+    eval_do_concat_batches: bool = True
     include_for_metrics: MetricInputs = dataclasses.field(default_factory=list)
     predict_with_generate: bool = False
     generation_max_length: Count | None = None

@@ -185,9 +185,8 @@ _CURRENT: Mapping[str, OtherName] = {
     "prediction_loss_only": refused(
         "leave out compute_metrics= and metrics=; without them no predictions are kept", False
     ),
-    "eval_do_concat_batches": refused("predictions are always one array; use metrics= for batches", True),
     "eval_use_gather_object": ignored("objects are gathered where they are needed", False, True),
-    "batch_eval_metrics": refused("use Trainer(metrics=), which are updated batch by batch", False),
+    "batch_eval_metrics": ignored("a compute_metrics with an argument compute_result takes one batch at a time", False),
     "save_only_model": refused("a checkpoint always holds what a resume needs; save_model() writes the model", False),
     "save_on_each_node": ignored("disks that machines do not share are found automatically", False, True),
     "enable_jit_checkpoint": ignored("SIGTERM always saves a checkpoint first", False, True),

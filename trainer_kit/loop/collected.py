@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,14 @@ class Collected:
 
     Args:
         fill: Value that fills up predictions that differ in further dimensions than the first.
+        consume: Takes each batch but the last as soon as the next one is added, so that only the last is kept; None:
+            all are kept.
     """
 
-    def __init__(self, fill: int = IGNORED) -> None:
+    def __init__(self, fill: int = IGNORED, consume: Callable[[EvalPrediction], None] | None = None) -> None:
         self.blocks: list[tuple[Any, ...]] = []
         self._fill = fill
+        self._consume = consume
 
     def add(
         self, predictions: Any, labels: Any, inputs: Any = None, losses: Any = None, samples: int | None = None
@@ -45,23 +49,43 @@ class Collected:
             samples: Samples of the batch; None: a list or tuple holds columns.
         """
         parts = (map_tensors(_to_array, part) for part in (predictions, labels, inputs, losses))
+        if self._consume is not None and self.blocks:
+            self._consume(_widened(self.blocks.pop()))
         self.blocks.append((*parts, samples))
 
-    def arrays(self, strategy: Strategy, everywhere: bool) -> EvalPrediction:
-        """Return all batches in the dataset's order: on all processes, or on the main one only."""
+    def gather(self, strategy: Strategy, everywhere: bool) -> None:
+        """Bring together the batches of all processes: on all of them, or on the main one only, the others' being 0."""
         collectives = strategy.collectives
         shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
         shares, self.blocks = collectives.once_a_reader(shares), []
-        blocks = [
+        self.blocks = [
             block for row in itertools.zip_longest(*shares) for block in row if block is not None
         ]  # dealt out in turn
-        del shares
+
+    def batches(self) -> list[EvalPrediction]:
+        """Return the gathered batches in the dataset's order."""
+        return [*map(_widened, self.blocks)]
+
+    def joined(self) -> EvalPrediction:
+        """Return the gathered batches as one, in the dataset's order; none is left."""
+        blocks, self.blocks = self.blocks, []
         if not blocks:
             return EvalPrediction(None, None)
         *columns, sizes = (list(column) for column in zip(*blocks, strict=True))
         del blocks
         fills, are_labels = (self._fill, IGNORED, IGNORED, IGNORED), (False, True, True, False)
         return EvalPrediction(*map(_joined_present, columns, itertools.repeat(sizes), fills, are_labels))
+
+
+def listed(batches: Sequence[EvalPrediction]) -> EvalPrediction:
+    """Return batches as one whose parts are lists with an entry for each batch; a part that none has is None."""
+    parts = ([getattr(batch, field.name) for batch in batches] for field in dataclasses.fields(EvalPrediction))
+    return EvalPrediction(*(None if all(entry is None for entry in part) else part for part in parts))
+
+
+def _widened(block: tuple[Any, ...]) -> EvalPrediction:
+    *parts, _ = block
+    return EvalPrediction(*(map_tensors(_wide, part, np.ndarray) for part in parts))
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
@@ -129,8 +153,23 @@ def _chained(parts: list[Any]) -> list[Any]:
     return entries
 
 
+def _kind(part: Any) -> str:
+    if isinstance(part, np.ndarray):
+        return "a tensor" if part.ndim < 2 else f"a tensor of {part.ndim} dimensions"
+    return f"{len(part)} values" if isinstance(part, (tuple, list)) else "no tensor"
+
+
 def _joined(parts: list[Any], fill: int = IGNORED) -> Any:
-    """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
+    """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list.
+
+    Raises:
+        ValueError: If the batches' structures differ.
+    """
+    if len(kinds := dict.fromkeys(map(_kind, parts))) > 1:
+        raise ValueError(
+            f"outputs or labels are {' and '.join(kinds)} in different batches and cannot be joined; let "
+            "preprocess_logits_for_metrics return the same of each batch, or set eval_do_concat_batches=False"
+        )
     if isinstance(parts[0], (tuple, list)):
         columns = [list(column) for column in zip(*parts, strict=True)]
         parts.clear()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +15,10 @@ import torch
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
-from trainer_kit.loop.collected import Collected
+from trainer_kit.loop.batch_metrics import batch_metrics_of
+from trainer_kit.loop.collected import Collected, listed
 from trainer_kit.loop.generation import TextGenerator
+from trainer_kit.loop.lookahead import EvalBatch, Lookahead, one_behind
 from trainer_kit.loop.metrics import (
     LoggedMeans,
     MeanLoss,
@@ -34,7 +35,7 @@ from trainer_kit.loop.metrics import (
     predictions_in,
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
-from trainer_kit.loss.batch import Counts, labels_of, missing_label, samples_of, shape_of, targets_of
+from trainer_kit.loss.batch import IGNORED, Counts, labels_of, missing_label, samples_of, shape_of, targets_of
 from trainer_kit.loss.loss import label_columns_of
 from trainer_kit.loss.means import means_of, without_metrics
 from trainer_kit.loss.probe import LossProbe
@@ -126,8 +127,8 @@ class Evaluator:
         run: The run; its strategy and model are prepared.
         inspection: The probe of the run's loss.
         metrics: Streaming metrics by name.
-        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of numbers; called on the
-            main process only. None: none are computed.
+        compute_metrics: Takes an `EvalPrediction` of the whole dataset, or of one batch (see `BatchMetrics`), and
+            returns a dict of numbers; called on the main process only. None: none are computed.
         preprocess_logits: `preprocess_logits(logits, labels)` returns what metrics and predictions hold in place of
             the model's outputs, which are all of those of a transformers model. None: the outputs.
         generation: Arguments of `generate` that take precedence over those of the run; None: none do.
@@ -138,7 +139,7 @@ class Evaluator:
         run: Run,
         inspection: LossProbe,
         metrics: Mapping[str, Metric],
-        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+        compute_metrics: Callable[..., Mapping[str, Any]] | None,
         preprocess_logits: Callable[[Any, Any], Any] | None = None,
         generation: Mapping[str, Any] | None = None,
     ) -> None:
@@ -147,6 +148,7 @@ class Evaluator:
         self.loss = inspection.loss
         self.metrics = metrics
         self.compute_metrics = compute_metrics
+        self._batch_metrics = batch_metrics_of(compute_metrics)
         self.preprocess_logits = preprocess_logits
         self.generate = TextGenerator(run, generation or {}) if run.args.predict_with_generate else None
         self._label_columns = label_columns_of(self.loss.module) if self.loss.compute_loss is None else []
@@ -181,7 +183,7 @@ class Evaluator:
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
-        collected = self._make_collected() if keep or self.compute_metrics else None
+        collected = self._make_collected(keep) if keep or self.compute_metrics else None
         try:
             own = self._run(batches, collected, keep)
         except Exception as error:
@@ -191,15 +193,16 @@ class Evaluator:
             clear_frames(error)
             own = _Tally(0, 0, None, None, interrupted=False, means={}, lacks=lacks)
         tallies = self._agreed(own)
-        prediction = collected.arrays(strategy, keep) if collected else EvalPrediction(None, None)
-        scored = prediction.label_ids is not None or not keep
+        by_batch = [] if collected is None else self._gathered(collected, keep)
+        kept = self._prediction(collected) if keep else EvalPrediction(None, None)
+        scored = kept.label_ids is not None or not keep
         others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
 
         def figures() -> dict[str, Any]:
             mean = joined_mean([tally.loss for tally in tallies])
             found = {} if mean is None else {"loss": mean}
             if scored:
-                found |= self._scores(prediction, others)
+                found |= self._scores(kept if keep or by_batch else self._prediction(collected), by_batch, others)
             seconds = time.perf_counter() - begin
             found |= {
                 "runtime": seconds,
@@ -210,12 +213,26 @@ class Evaluator:
             return own | self._logged(prefix, means_of([tally.means for tally in tallies]), own)
 
         metrics = strategy.collectives.on_main(figures)
-        kept = prediction if keep else EvalPrediction(None, None)
         return PredictionOutput(kept.predictions, kept.label_ids, metrics)
 
-    def _make_collected(self) -> Collected:
+    def _make_collected(self, keep: bool) -> Collected:
+        run, consume = self.run, None
+        begins_once = not run.args.auto_find_batch_size
+        if self._batch_metrics is not None and run.strategy.world_size == 1 and begins_once and not keep:
+            consume = self._batch_metrics.add
         pad_id = None if self.generate is None else self.generate.pad_id
-        return Collected() if pad_id is None else Collected(fill=pad_id)
+        return Collected(IGNORED if pad_id is None else pad_id, consume)
+
+    def _gathered(self, collected: Collected, keep: bool) -> list[EvalPrediction]:
+        """Gather what was collected; return its batches for a function that takes them."""
+        collected.gather(self.run.strategy, everywhere=keep)
+        return [] if self._batch_metrics is None else collected.batches()
+
+    def _prediction(self, collected: Collected | None) -> EvalPrediction:
+        """Return what was gathered as one prediction."""
+        if collected is None:
+            return EvalPrediction(None, None)
+        return collected.joined() if self.run.args.eval_do_concat_batches else listed(collected.batches())
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: Collected | None, keep: bool) -> _Tally:
         """Evaluate this process's batches."""
@@ -228,14 +245,15 @@ class Evaluator:
         with contextlib.ExitStack() as stack:
             captured = stack.enter_context(captured_outputs(run.model if captures else None))
             totals = _Totals(MeanLoss(strategy), LoggedMeans(strategy), captured)
-            for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
+            passes = self._batch_metrics or contextlib.nullcontext()
+            for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes(), passes):
                 stack.enter_context(context)
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
-            on_host = itertools.starmap(_EvalBatch, batches)
-            ahead = _Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
+            on_host = itertools.starmap(EvalBatch, batches)
+            ahead = Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
             check_others = strategy.session.watch()
             outcomes = map(partial(self._forward, padding, totals, wanted), itertools.count(), ahead)
-            for outcome in _one_behind(outcomes) if strategy.static_shapes else outcomes:
+            for outcome in one_behind(outcomes) if strategy.static_shapes else outcomes:
                 if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
                     self._fetch_during_pass(ahead)
                 self._take(outcome, collected)
@@ -254,7 +272,7 @@ class Evaluator:
         totals: _Totals,
         wanted: _Wanted,
         number: int,
-        item: _EvalBatch,
+        item: EvalBatch,
     ) -> _Outcome:
         """Run one forward pass without waiting for the device, and add the loss to `totals`."""
         strategy, host_batch, counts = self.run.strategy, item.batch, item.counts
@@ -326,7 +344,7 @@ class Evaluator:
         predictions = predictions_in(output)
         return predictions, None if outputs is predictions else outputs
 
-    def _fetch_during_pass(self, ahead: _Lookahead) -> None:
+    def _fetch_during_pass(self, ahead: Lookahead) -> None:
         """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
         with generators_kept(torch.device("cpu")) if self.metrics else contextlib.nullcontext():
             ahead.fetch()
@@ -370,14 +388,17 @@ class Evaluator:
             logged |= without_metrics({_prefixed(prefix, name): mean}, {*metrics, *logged}, called)
         return logged
 
-    def _scores(self, prediction: EvalPrediction, others: list[dict[str, Any]]) -> dict[str, Any]:
+    def _scores(
+        self, prediction: EvalPrediction, by_batch: list[EvalPrediction], others: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """Return the values of all metrics, on the main process."""
         scores: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             result = joined_result(metric, [other[name] for other in others])
             scores |= result if isinstance(result, Mapping) else {name: result}
         if self.compute_metrics is not None:
-            result = self.compute_metrics(prediction)
+            batches = self._batch_metrics
+            result = self.compute_metrics(prediction) if batches is None else batches.result(by_batch)
             if not isinstance(result, Mapping):
                 raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
             scores |= result
@@ -386,48 +407,6 @@ class Evaluator:
 
 def _prefixed(prefix: str, name: str) -> str:
     return name if not prefix or name.startswith(f"{prefix}_") else f"{prefix}_{name}"
-
-
-def _one_behind(outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
-    """Yield each outcome after the next pass is dispatched, so that the device works while the host counts."""
-    waiting = None
-    for outcome in outcomes:
-        if waiting is not None:
-            yield waiting
-        waiting = outcome
-    if waiting is not None:
-        yield waiting
-
-
-@dataclasses.dataclass
-class _EvalBatch:
-    """A batch as `Strategy.prepare_loader` takes it.
-
-    Attributes:
-        batch: The batch, on the host or the device.
-        counts: Its counts.
-    """
-
-    batch: Any
-    counts: Counts
-
-
-class _Lookahead:
-    """An iterator over batches, of which the next one can be fetched while the device works."""
-
-    def __init__(self, batches: Iterator[_EvalBatch]) -> None:
-        self._batches = batches
-        self._fetched: list[_EvalBatch] = []
-
-    def __iter__(self) -> Iterator[_EvalBatch]:
-        return self
-
-    def __next__(self) -> _EvalBatch:
-        return self._fetched.pop() if self._fetched else next(self._batches)
-
-    def fetch(self) -> None:
-        """Fetch the next batch, and begin to copy the one after it to the device; see `Strategy.prepare_loader`."""
-        self._fetched.extend(itertools.islice(self._batches, 1))
 
 
 def _number(value: Any) -> Any:

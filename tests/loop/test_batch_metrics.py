@@ -1,0 +1,184 @@
+"""Metrics batch by batch, and predictions that are not joined: `compute_result` and `eval_do_concat_batches`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.ranks import on_ranks
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from trainer_kit import EvalPrediction, Trainer, TrainingArguments
+from trainer_kit.loop.batch_metrics import BatchMetrics, batch_metrics_of
+from trainer_kit.loop.collected import Collected, listed
+
+
+class Detector(nn.Module):
+    """Returns boxes, as many as a batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        boxes = logits[:, None, :1].expand(-1, len(x), -1)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "boxes": boxes}
+
+
+def samples(length: int = 11) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(3, generator=generator), "labels": torch.tensor(each % 2)} for each in range(length)]
+
+
+class Accuracy:
+    """Counts batch by batch, as in transformers' examples; keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bool]] = []
+        self.right: list[bool] = []
+
+    def __call__(self, batch: EvalPrediction, compute_result: bool = False) -> dict[str, float]:
+        predictions, labels = batch
+        self.calls.append((len(labels), compute_result))
+        self.right += (predictions.argmax(dim=-1) == labels).tolist()  # by tensors alone
+        if not compute_result:
+            return {}
+        found = {"accuracy": sum(self.right) / len(self.right), "counted": len(self.right)}
+        self.right = []
+        return found
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def make_trainer(path: Any, compute_metrics: Any, model: nn.Module | None = None, **given: Any) -> Trainer:
+    functions = {name: given.pop(name) for name in ("preprocess_logits_for_metrics",) if name in given}
+    options = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "log_level": "error"} | given
+    args = TrainingArguments(str(path), per_device_eval_batch_size=4, **options)
+    return Trainer(model or Detector(), args, compute_metrics=compute_metrics, **functions)
+
+
+def logits_of(outputs: Any, labels: Any) -> Any:
+    return outputs["logits"] if isinstance(outputs, dict) else outputs
+
+
+def test_a_function_takes_batches_if_it_has_the_argument() -> None:
+    counts = Accuracy()
+    partly = functools.partial(counts, compute_result=False)
+    for function in (counts, counts.__call__, partly):
+        assert isinstance(batch_metrics_of(function), BatchMetrics)
+    for other in (None, accuracy, operator.itemgetter(0), max):
+        assert batch_metrics_of(other) is None
+
+
+def test_batches_come_as_tensors_and_the_last_one_with_compute_result(tmp_path: Path) -> None:
+    counts = Accuracy()
+    expected = make_trainer(tmp_path, accuracy).evaluate(samples())["eval_accuracy"]
+    trainer = make_trainer(tmp_path, counts)
+    for _ in range(2):  # it begins again
+        found = trainer.evaluate(samples())
+        assert (found["eval_accuracy"], found["eval_counted"]) == (expected, 11)
+        assert counts.calls == [(4, False), (4, False), (3, True)]
+        counts.calls.clear()
+
+
+def test_predict_calls_it_too_and_returns_all(tmp_path: Path) -> None:
+    counts = Accuracy()
+    output = make_trainer(tmp_path, counts).predict(samples())
+    assert output.metrics["test_counted"] == len(output.predictions) == len(output.label_ids) == 11
+    assert [is_last for _, is_last in counts.calls] == [False, False, True]
+
+
+def test_only_one_batch_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    add = Collected.add
+    monkeypatch.setattr(Collected, "add", lambda self, *given: (add(self, *given), kept.append(len(self.blocks))))
+    make_trainer(tmp_path, Accuracy()).evaluate(samples(40))
+    assert kept == [1] * 10
+    kept.clear()
+    make_trainer(tmp_path, Accuracy(), auto_find_batch_size=True).evaluate(samples(40))
+    assert kept == [*range(1, 11)]  # an evaluation that begins again has passed on nothing
+
+
+def test_an_evaluation_that_ended_early_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Detector):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if len(x) == 3:
+                raise KeyboardInterrupt
+            return super().forward(x, labels)
+
+    said = "the evaluation ended early, and compute_metrics(..., compute_result=) keeps the batches that it got"
+    for length, is_said in ((3, False), (11, True)):  # it got none, or two
+        with pytest.raises(KeyboardInterrupt):
+            make_trainer(tmp_path, Accuracy(), Fails(), log_level="warning").evaluate(samples(length))
+        assert (said in caplog.text) == is_said
+    caplog.clear()
+    make_trainer(tmp_path, Accuracy(), Fails(), log_level="warning").evaluate(samples(8))
+    assert said not in caplog.text
+
+
+def test_batches_that_are_not_joined_are_lists(tmp_path: Path) -> None:
+    seen: list[EvalPrediction] = []
+
+    def keep(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(prediction)
+        return {}
+
+    options = {"eval_do_concat_batches": False, "include_for_metrics": ["inputs", "loss"]}
+    trainer = make_trainer(tmp_path, keep, **options)
+    trainer.evaluate(samples())
+    output = trainer.predict(samples())
+    (first, second), inputs = seen, torch.stack([sample["x"] for sample in samples()])
+    for found in (first, second, output):
+        assert [len(labels) for labels in found.label_ids] == [4, 4, 3]
+        assert np.concatenate(found.label_ids).tolist() == [each % 2 for each in range(11)]
+        for batch in found.predictions:
+            assert isinstance(batch, np.ndarray)
+    assert np.concatenate(first.inputs).tolist() == inputs.tolist()
+    assert [len(losses) for losses in first.losses] == [4, 4, 3]
+
+
+def test_without_labels_there_is_no_list_of_them() -> None:
+    assert listed([EvalPrediction(np.zeros(2), None)] * 2).label_ids is None
+    assert listed([]).predictions is None
+
+
+def test_structures_that_differ_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    def outputs(logits: Any, labels: torch.Tensor) -> Any:
+        return logits if len(labels) == 4 else (logits, labels)
+
+    trainer = make_trainer(tmp_path, accuracy, preprocess_logits_for_metrics=outputs)
+    with pytest.raises(ValueError, match="are a tensor of 2 dimensions and 2 values in different batches and cannot"):
+        trainer.evaluate(samples())
+    trainer = make_trainer(tmp_path, None, eval_do_concat_batches=False, preprocess_logits_for_metrics=outputs)
+    last = trainer.predict(samples()).predictions[-1]
+    assert (type(last), len(last)) == (tuple, 2)
+
+
+def results_on_ranks() -> dict[str, Any]:
+    counts = Accuracy()
+    warnings.simplefilter("error")
+    found = make_trainer("unused", counts).evaluate(samples())
+    apart = make_trainer("unused", None, eval_do_concat_batches=False).predict(samples())
+    return {
+        "accuracy": found["eval_accuracy"], "counted": found["eval_counted"], "calls": counts.calls,
+        "labels": [labels.tolist() for labels in apart.label_ids],
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_on_processes_the_main_one_gets_all_batches_in_order() -> None:
+    expected = results_on_ranks()
+    main, other = on_ranks(2, results_on_ranks)
+    assert main == expected
+    assert other == expected | {"calls": []}
