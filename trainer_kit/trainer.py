@@ -99,7 +99,8 @@ class Trainer(ResultMethods):
         processing_class: Tokenizer or processor. It pads batches and is saved with the model.
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
             -100, else samples) or `(loss_sum, count)`; None: the loss that the model returns.
-        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics.
+        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics. With an argument
+            `compute_result` it takes each batch, and returns the metrics where that is true, with the last one.
         preprocess_logits_for_metrics: `function(logits, labels)` returns what `compute_metrics`, `metrics` and
             `predict` get in place of the model's outputs of a batch, such as their argmax, to save memory.
         metrics: Streaming metrics with torchmetrics' `update`, `compute` and `reset`: one, a list, or a dict by name.
@@ -179,7 +180,7 @@ class Trainer(ResultMethods):
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self._given_optimizer, self._given_lr_scheduler = optimizer, lr_scheduler
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
@@ -242,7 +243,7 @@ class Trainer(ResultMethods):
     def _set_up(self, resume: bool | str | Path | None, at_end: contextlib.ExitStack) -> TrainingLoop:
         """Prepare everything up to the first step; `at_end` releases the folder and the loop."""
         run = self.run
-        if run.state.step and hasattr(self.lr_scheduler, "state_dict"):
+        if run.state.step and hasattr(self._given_lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.means, run.requests, run.ledger = TrainState(), IntervalMeans(), Requests(), Ledger()
         checkpoints = CheckpointManager(run, self.events)
@@ -253,7 +254,7 @@ class Trainer(ResultMethods):
         if resume is None and self._loop is None:
             resume = default_request(self.args, run.strategy.session.restarts)
         evaluation, reading = self._evaluation(to_train=True), make_reading(self.args, run.strategy, self.collate)
-        given = self.optimizer, self.lr_scheduler, resume
+        given = self._given_optimizer, self._given_lr_scheduler, resume
         self._loop = set_up_training(evaluation, reading, checkpoints, self._initial, *given)
         at_end.callback(self._loop.close)
         return self._loop
@@ -346,7 +347,8 @@ class Trainer(ResultMethods):
         from trainer_kit.memory.advice import advise_run  # slow to import
 
         first = first_batch(self.run, make_reading(self.args, self.run.strategy, self.collate))
-        return advise_run(self.run, first.batch, first.samples, self.compute_loss, self.optimizer, device_memory)
+        given = self.compute_loss, self._given_optimizer, device_memory
+        return advise_run(self.run, first.batch, first.samples, *given)
 
     def plan(
         self, resume_from_checkpoint: bool | str | Path | None = None, num_processes: int | None = None
@@ -374,8 +376,8 @@ class Trainer(ResultMethods):
             compute_metrics=self.compute_metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
             metrics=self.metrics,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
+            optimizer=self._given_optimizer,
+            lr_scheduler=self._given_lr_scheduler,
         )
         return make_training_plan(subject, resume_from_checkpoint, num_processes)
 

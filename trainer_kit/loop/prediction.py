@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 class EvalPrediction:
     """The argument of `compute_metrics`, as in transformers; unpacks into predictions, labels and what else it holds.
 
+    With `eval_do_concat_batches=False`, each attribute is a list with an entry for each batch.
+
     Attributes:
         predictions: The model's logits for all samples, an array or a tuple of arrays; of a transformers model with
             more outputs, a tuple of all but the loss and its configuration's `keys_to_ignore_at_inference`. With

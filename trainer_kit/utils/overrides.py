@@ -134,7 +134,12 @@ _BY_REPLACEMENT = {
 REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() for name in names.split()}
 """Replacement for each method or attribute of transformers' Trainer."""
 
-_OWN_METHODS = frozenset({"evaluate", "save_model", "model", "processing_class", "train_dataset", "eval_dataset"})
+_OWN_METHODS = frozenset(
+    {
+        "evaluate", "save_model", "model", "processing_class", "train_dataset", "eval_dataset", "optimizer",
+        "lr_scheduler",
+    }
+)  # fmt: skip
 """Names of `REPLACEMENTS` that the Trainer has here too: those of a subclass are not called in training."""
 
 _OWN_ATTRIBUTES = frozenset(
