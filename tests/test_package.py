@@ -74,6 +74,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(trainer_kit, "Trainr")
 
 
+@pytest.mark.parametrize(
+    "name", ["EarlyStoppingCallback", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "TrainerCallback"]
+)
+def test_importing_a_name_of_transformers_says_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'trainer_kit': use "):
+        exec(f"from trainer_kit import {name}")
+
+
 def test_every_module_has_a_docstring() -> None:
     without = [name for name in modules() if not importlib.import_module(name).__doc__]
     assert without == []

@@ -111,10 +111,20 @@ _HOMES = {
     "write_basic_config": "launch.config",
 }
 
+_REPLACEMENTS = {
+    "EarlyStoppingCallback": "use trainer_kit.callbacks.EarlyStopping",
+    "Seq2SeqTrainer": "use Trainer; predict_with_generate=True generates in evaluations",
+    "Seq2SeqTrainingArguments": "use TrainingArguments, which has its arguments, or transformers' own",
+    "TrainerCallback": "use Callback, or give transformers' own to callbacks.from_transformers",
+}
+"""What stands for a name of transformers that scripts import together with the Trainer."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "callbacks":
         return _imported("callbacks")
+    if name in _REPLACEMENTS:  # of an AttributeError, an import statement would not show the text
+        raise ImportError(f"cannot import name {name!r} from {__name__!r}: {_REPLACEMENTS[name]}", name=name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = getattr(_imported(_HOMES[name]), name)

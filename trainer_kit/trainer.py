@@ -136,7 +136,7 @@ class Trainer(ResultMethods):
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
-            raise missing_attribute(type(self), name)
+            raise missing_attribute(type(self), name, is_made="run" in vars(self))
 
     @explains_arguments([*OTHER_NAMES, *TrainingArguments.__annotations__])
     def __init__(

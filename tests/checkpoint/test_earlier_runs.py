@@ -24,6 +24,15 @@ def tags(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("events.out.*"))
 
 
+def test_checkpoints_of_transformers_are_set_aside_without_the_advice_to_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    make_trainer(tmp_path).train()
+    assert f"moved checkpoint-2 of another run from {tmp_path} to {tmp_path}/earlier-1\n" in caplog.text
+
+
 def test_the_records_of_another_run_go_with_its_checkpoints(tmp_path: Path) -> None:
     def train(resume: bool | None = None, **changes: Any) -> list[dict[str, Any]]:
         options = {"report_to": ["jsonl", "tensorboard"], "save_strategy": "no", "max_steps": 3}

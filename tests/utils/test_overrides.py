@@ -291,6 +291,16 @@ def test_an_argument_of_another_trainer_is_refused_with_its_replacement(
     assert str(raised.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("name", ["model", "run", "compute_loss", "log"])
+def test_an_attribute_that_is_read_too_early_says_so(name: str) -> None:
+    class Mine(Trainer):
+        def __init__(self) -> None:
+            getattr(self, name)
+
+    with pytest.raises(AttributeError, match=f"^Mine.{name} is read before Trainer.__init__ has run; call super"):
+        Mine()
+
+
 @pytest.mark.parametrize("name", ["add_callback", "remove_callback", "pop_callback", "state", "log"])
 def test_an_attribute_of_another_trainer_is_missing_with_its_replacement(name: str, tmp_path: Path) -> None:
     trainer = Trainer(nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

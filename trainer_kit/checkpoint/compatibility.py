@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
-from trainer_kit.checkpoint.format.discovery import read_outline, read_state_into
+from trainer_kit.checkpoint.format.discovery import is_of_transformers, read_outline, read_state_into
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.checkpoint.generations import has_state
 from trainer_kit.config.arguments import TrainingArguments
@@ -125,7 +125,7 @@ def find_checkpoint(
 def _of_transformers(directories: Sequence[Path]) -> str:
     """Say how to begin with the newest of these folders that transformers' Trainer wrote."""
     for directory in reversed(directories):
-        if (directory / "trainer_state.json").is_file():
+        if is_of_transformers(directory):
             return (
                 f"; {directory} is a checkpoint of transformers' Trainer, whose optimizer state is a pickle that is "
                 f"not read: Trainer(weights={str(directory)!r}) begins with its weights"

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trainer_kit.checkpoint import find_checkpoints
+from trainer_kit.checkpoint.format.discovery import is_of_transformers
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.utils.run_log import NAME as LOG
 from trainer_kit.utils.run_log import LogFile
@@ -41,7 +42,8 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         target.parent.mkdir(parents=True, exist_ok=True)
         each.rename(target)
     names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
-    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if found else ""
+    can_resume = any(not is_of_transformers(folder / each.relative_to(output_dir)) for each in found)
+    remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if can_resume else ""
     logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
 
 

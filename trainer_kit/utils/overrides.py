@@ -233,13 +233,17 @@ def _argument_sentence(name: str, settings: Collection[str]) -> str:
     return f"Trainer has no argument {name!r}"
 
 
-def missing_attribute(kind: type, name: str) -> AttributeError:
+def missing_attribute(kind: type, name: str, is_made: bool) -> AttributeError:
     """Return the error for an attribute that a Trainer does not have, with what stands for it.
 
     Args:
         kind: Class of the Trainer.
         name: Name of the attribute.
+        is_made: Whether the Trainer's constructor has run.
     """
+    if not is_made:
+        text = f"{kind.__name__}.{name} is read before Trainer.__init__ has run; call super().__init__(...) first"
+        return AttributeError(text, name=name)
     todo = f": {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
     return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{todo}", name=name)
 

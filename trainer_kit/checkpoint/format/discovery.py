@@ -289,3 +289,8 @@ def read_arguments(directory: Path) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path} is damaged: it holds no arguments")
     return arguments
+
+
+def is_of_transformers(directory: Path) -> bool:
+    """Return whether transformers' Trainer wrote this checkpoint."""
+    return (directory / "trainer_state.json").is_file()
