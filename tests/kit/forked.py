@@ -23,7 +23,7 @@ _IMPORTED = [
     "trainer_kit.cli.launch", "trainer_kit.launch.processes", "trainer_kit.launch.script",
     "trainer_kit.callbacks.tensorboard", "trainer_kit.utils.event_file", "trainer_kit.report.page",
     "trainer_kit.callbacks.checkpointing", "trainer_kit.callbacks.console", "trainer_kit.callbacks.preemption",
-    "torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer", "kit.frozen",
 ]  # fmt: skip
 _TASK = Path(__file__).parents[1] / "tools" / "task.py"
 

@@ -36,7 +36,7 @@ _IMPORTED = (
     "trainer_kit.strategies.multinode", "trainer_kit.strategies.fsdp.strategy", "trainer_kit.utils.event_file",
     "trainer_kit.tools.verify.child", "torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer",
     "sklearn.datasets", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.modeling_llama", "kit.frozen",
 )  # fmt: skip
 _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys

@@ -189,11 +189,13 @@ def test_code_in_tables_breaks_between_its_words(name: str, page: Page, site: Pa
             "en/how-to/checkpoints",
         ),
         *("en/tutorials/memory-and-time", "en/tutorials/own-loop", "ar/how-to/tpu", "en/reference/command-line"),
+        *("en/coming-from/transformers", "en/coming-from/accelerate"),
     ],
 )
 def test_results_and_commands_are_whole(name: str, page: Page, site: Path) -> None:
     page.open(site / f"{name}.html")
-    assert page.evaluate(CUT_CODE.replace("CODE", ".language-text code, .language-sh code")) == []
+    whole = ".language-text code, .language-sh code, .side-by-side code"
+    assert page.evaluate(CUT_CODE.replace("CODE", whole)) == []
     page.resize(390)
     assert page.evaluate(CUT_CODE.replace("CODE", ".language-text.prose code")) == []
 
