@@ -276,7 +276,7 @@ def test_a_split_network_trains_on_one_side(tmp_path: Path) -> None:
         runs["own"].run = Path("run")
         for run in runs.values():
             for number in range(4):
-                run.start(number, nodes="1:4", pause=0.2, timeout=16, heartbeat=3)
+                run.start(number, nodes="1:4", pause=0.2, timeout=16, heartbeat=3, last_call=3)
         for run in runs.values():
             run.wait_for_step(5, run.commands[0])
             run.machines.split(2)
