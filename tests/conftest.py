@@ -26,8 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks DNS for each peer's name; a lost query would cost 5 s
 
-gc.disable()  # until all tests are collected: collections would take a third of the time
-
 os.environ.pop("COLUMNS", None)  # a terminal's width is no matter of the tests
 
 # On a busy machine an example may take its time.
@@ -35,9 +33,16 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # those of the tests leave alone what is there before them
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile, which would take a third of the time, and leave alone what is there then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation_loop import EvaluationLoop, chosen_dataset
 from trainer_kit.loop.generation import checked_settings
 from trainer_kit.loop.metrics import Metric, metrics_by_name
-from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
+from trainer_kit.loop.prediction import PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.results import ResultMethods
 from trainer_kit.loop.setup import set_up_training
@@ -99,8 +99,8 @@ class Trainer(ResultMethods):
         processing_class: Tokenizer or processor. It pads batches and is saved with the model.
         compute_loss: `compute_loss(model, batch)` returns the mean loss over the batch's items (labels that are not
             -100, else samples) or `(loss_sum, count)`; None: the loss that the model returns.
-        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics. With an argument
-            `compute_result` it takes each batch, and returns the metrics where that is true, with the last one.
+        compute_metrics: Takes an `EvalPrediction` of the whole dataset and returns a dict of metrics. With
+            `batch_eval_metrics`, it takes each batch and `compute_result=`, which is true with the last one.
         preprocess_logits_for_metrics: `function(logits, labels)` returns what `compute_metrics`, `metrics` and
             `predict` get in place of the model's outputs of a batch, such as their argmax, to save memory.
         metrics: Streaming metrics with torchmetrics' `update`, `compute` and `reset`: one, a list, or a dict by name.
@@ -149,7 +149,7 @@ class Trainer(ResultMethods):
         data_collator: Collator | None = None,
         processing_class: Any = None,
         compute_loss: ComputeLoss | None = None,
-        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        compute_metrics: Callable[..., Mapping[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None = None,
         callbacks: Iterable[Callback] = (),
@@ -318,7 +318,8 @@ class Trainer(ResultMethods):
             **generation: Arguments of the model's `generate`, which take precedence for this prediction.
 
         Returns:
-            Predictions and labels as arrays on the host, and the metrics.
+            Predictions and labels as arrays on the host (lists of them with `eval_do_concat_batches=False`), and the
+            metrics.
 
         Raises:
             TypeError: If an argument is unknown.

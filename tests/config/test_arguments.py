@@ -119,6 +119,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "eval_on_start": [1],
     "label_names": ["labels", [1]],
     "eval_do_concat_batches": [0, "no"],
+    "batch_eval_metrics": [1, "yes"],
     "include_for_metrics": ["loss", None],
     "predict_with_generate": [None],
     "generation_max_length": [8.0],

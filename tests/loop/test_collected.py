@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from trainer_kit.strategies.base import Strategy
 
 def joined(collected: Collected, everywhere: bool = True) -> EvalPrediction:
     collected.gather(Strategy(), everywhere)
-    return collected.joined()
+    return collected.prediction()
 
 
 VALUES = [0.0, -0.0, 1.5, -100.0, 1e-40, 3.4e38, float("inf"), float("-inf"), float("nan")]
@@ -138,3 +140,20 @@ def test_labels_that_may_be_columns_or_samples_are_refused() -> None:
     collected.add(torch.zeros(2), [torch.zeros(2), torch.ones(2)], samples=2)
     with pytest.raises(ValueError, match="labels are a list of 2 tensors with 2 rows in a batch of 2 samples, "):
         joined(collected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ((torch.zeros(2), torch.zeros(2)), (torch.zeros(2),), "labels of different batches are 2 values and 1 values"),
+        ((torch.zeros(2), torch.zeros(2)), torch.zeros(2, 2), "are 2 values and a tensor of 2 dimensions"),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, "are a dict with a and a dict with b"),
+    ],
+)
+def test_labels_that_differ_in_structure_are_refused(first: Any, second: Any, text: str) -> None:
+    collected = Collected()
+    for labels in (first, second):
+        collected.add(torch.zeros(2), labels, samples=2)
+    with pytest.raises(ValueError, match=text) as caught:
+        joined(collected)
+    assert "let data_collator return the same for each batch, or set eval_do_concat_batches=False" in str(caught.value)

@@ -243,11 +243,15 @@ class Stepping(Checkpointing):
         if (chosen := self._complete(parameters)) is None:
             return None
         trained = [parameter for parameter in chosen if parameter.grad is not None]
-        if norm_type != 2 or not trained:
-            total = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-            return self.strategy.sharding.whole_tensors({"total": total})["total"]
-        grads = self.strategy.sharding.gradients(trained)
-        total = self.strategy.sharding.gradient_norms(trained, grads).total
+        if not trained:
+            return torch.tensor(0.0)
+        sharding = self.strategy.sharding
+        grads = sharding.gradients(trained)
+        if norm_type == 2:
+            total = sharding.gradient_norms(trained, grads).total
+        else:  # gathered before it is used: torch 2.9 would add 1e-6 to each process's share of it
+            total = torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None], norm_type)
+            total = sharding.whole_tensors({"total": total})["total"]
         clip_to_norm(grads, total, max_norm, total.item() if self.strategy.device_info.reads_without_sync else None)
         return total
 

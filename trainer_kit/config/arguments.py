@@ -118,6 +118,8 @@ class TrainingArguments(ArgumentSources):
             and "end_positions". What a loss counts does not depend on it.
         eval_do_concat_batches: Whether `compute_metrics` and `predict` get the batches joined to arrays; False: lists
             with an entry for each batch.
+        batch_eval_metrics: Whether `compute_metrics(batch, compute_result=)` gets one batch at a time, see
+            `trainer_kit.loop.batch_metrics`.
         include_for_metrics: What `compute_metrics` gets in addition: "inputs" (the main input) and "loss".
         predict_with_generate: Whether metrics and `predict` get token ids that a transformers model generates, in
             place of its logits. A causal model generates from the tokens before each sample's first label.
@@ -243,6 +245,7 @@ class TrainingArguments(ArgumentSources):
     eval_on_start: bool = False
     label_names: Names | None = None
     eval_do_concat_batches: bool = True
+    batch_eval_metrics: bool = False
     include_for_metrics: MetricInputs = dataclasses.field(default_factory=list)
     predict_with_generate: bool = False
     generation_max_length: Count | None = None

@@ -186,7 +186,6 @@ _CURRENT: Mapping[str, OtherName] = {
         "leave out compute_metrics= and metrics=; without them no predictions are kept", False
     ),
     "eval_use_gather_object": ignored("objects are gathered where they are needed", False, True),
-    "batch_eval_metrics": ignored("a compute_metrics with an argument compute_result takes one batch at a time", False),
     "save_only_model": refused("a checkpoint always holds what a resume needs; save_model() writes the model", False),
     "save_on_each_node": ignored("disks that machines do not share are found automatically", False, True),
     "enable_jit_checkpoint": ignored("SIGTERM always saves a checkpoint first", False, True),

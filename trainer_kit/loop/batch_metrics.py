@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,27 +15,38 @@ from trainer_kit.utils.pytree import map_tensors
 
 logger = logging.getLogger("trainer_kit")
 
+_OF_TENSORS = "biufc"
+"""Kinds of numpy's dtypes that torch has."""
+
 
 class BatchMetrics:
-    """Metrics from `compute_metrics(batch, compute_result=...)`, as with transformers' `batch_eval_metrics`.
+    """Metrics from `compute_metrics(batch, compute_result=...)`, with `batch_eval_metrics`.
 
     The function takes an `EvalPrediction` of one batch, with tensors on the host. It returns the metrics of the dataset
-    with its last batch, for which `compute_result` is true, and begins again with the next one. The passes of an
-    evaluation are in its context, which warns if they end early.
+    with its last batch, for which `compute_result` is true, and begins again with the next one. An evaluation is in
+    this context, which warns if it ends with batches that the function may still have.
 
     Args:
         compute_metrics: The function.
+
+    Raises:
+        ValueError: If it has no argument `compute_result`.
     """
 
     def __init__(self, compute_metrics: Callable[..., Mapping[str, Any]]) -> None:
+        if "compute_result" not in inspect.signature(compute_metrics).parameters:
+            raise ValueError(
+                "batch_eval_metrics=True needs a compute_metrics with an argument compute_result, which is true with "
+                "the last batch; add it, or leave batch_eval_metrics out"
+            )
         self._compute = compute_metrics
         self._has_batches = False
 
     def __enter__(self) -> None:
         self._has_batches = False
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and self._has_batches:
+    def __exit__(self, *error: object) -> None:
+        if self._has_batches:
             logger.warning(
                 "the evaluation ended early, and compute_metrics(..., compute_result=) keeps the batches that it got; "
                 "make a new one before the next evaluation, or that may count them too"
@@ -44,27 +55,25 @@ class BatchMetrics:
     def add(self, batch: EvalPrediction) -> None:
         """Take a batch that is not the last."""
         self._has_batches = True
-        self._compute(_as_tensors(batch), compute_result=False)
+        self._compute(_of_tensors(batch), compute_result=False)
 
-    def result(self, batches: Sequence[EvalPrediction]) -> Mapping[str, Any]:
+    def result(self, batches: Iterable[EvalPrediction]) -> Mapping[str, Any]:
         """Take the last batches, and return the metrics."""
-        *others, last = batches or [EvalPrediction(None, None)]  # a loss may call no model
-        for batch in others:
-            self.add(batch)
-        return self._compute(_as_tensors(last), compute_result=True)
+        last = EvalPrediction(None, None)  # without batches, as where a loss calls no model
+        for number, batch in enumerate(batches):
+            if number:
+                self.add(last)
+            last = batch
+        self._has_batches = True
+        result = self._compute(_of_tensors(last), compute_result=True)
+        self._has_batches = False
+        return result
 
 
-def batch_metrics_of(compute_metrics: Callable[..., Mapping[str, Any]] | None) -> BatchMetrics | None:
-    """Return the metrics of a function that has an argument `compute_result`; None for another function or None."""
-    if compute_metrics is None:
-        return None
-    try:
-        takes_batches = "compute_result" in inspect.signature(compute_metrics).parameters
-    except (TypeError, ValueError):  # a builtin
-        return None
-    return BatchMetrics(compute_metrics) if takes_batches else None
-
-
-def _as_tensors(batch: EvalPrediction) -> EvalPrediction:
+def _of_tensors(batch: EvalPrediction) -> EvalPrediction:
     parts = (batch.predictions, batch.label_ids, batch.inputs, batch.losses)
-    return EvalPrediction(*(map_tensors(torch.from_numpy, part, np.ndarray) for part in parts))
+    return EvalPrediction(*(map_tensors(_to_tensor, part, np.ndarray) for part in parts))
+
+
+def _to_tensor(array: np.ndarray) -> Any:
+    return torch.from_numpy(array) if array.dtype.kind in _OF_TENSORS else array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,10 @@ from trainer_kit.loop.prediction import EvalPrediction
 from trainer_kit.loss.batch import IGNORED
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import map_tensors
+
+_PARTS = ("predictions", "labels", "inputs", "losses")
+_LISTED = ("labels", "inputs")
+"""Parts that may be lists with an entry for each sample."""
 
 _BF16 = np.dtype("V2")
 """Dtype of arrays that hold the bits of bfloat16, which numpy lacks."""
@@ -27,14 +31,19 @@ class Collected:
 
     Args:
         fill: Value that fills up predictions that differ in further dimensions than the first.
+        joins: Whether the batches are joined; False: the prediction has lists with an entry for each batch.
         consume: Takes each batch but the last as soon as the next one is added, so that only the last is kept; None:
             all are kept.
     """
 
-    def __init__(self, fill: int = IGNORED, consume: Callable[[EvalPrediction], None] | None = None) -> None:
+    def __init__(
+        self, fill: int = IGNORED, joins: bool = True, consume: Callable[[EvalPrediction], None] | None = None
+    ) -> None:
         self.blocks: list[tuple[Any, ...]] = []
         self._fill = fill
+        self._joins = joins
         self._consume = consume
+        self._prediction: EvalPrediction | None = None
 
     def add(
         self, predictions: Any, labels: Any, inputs: Any = None, losses: Any = None, samples: int | None = None
@@ -48,13 +57,13 @@ class Collected:
             losses: The losses.
             samples: Samples of the batch; None: a list or tuple holds columns.
         """
+        if self._consume is not None and self.blocks:  # while the device works on this batch
+            self._consume(_handed_out(self.blocks.pop()))
         parts = (map_tensors(_to_array, part) for part in (predictions, labels, inputs, losses))
-        if self._consume is not None and self.blocks:
-            self._consume(_widened(self.blocks.pop()))
         self.blocks.append((*parts, samples))
 
     def gather(self, strategy: Strategy, everywhere: bool) -> None:
-        """Bring together the batches of all processes: on all of them, or on the main one only, the others' being 0."""
+        """Bring all batches to all processes, or to the main one; the others then have none."""
         collectives = strategy.collectives
         shares = collectives.gather_object(self.blocks) if everywhere else collectives.gather_to_main(self.blocks)
         shares, self.blocks = collectives.once_a_reader(shares), []
@@ -62,30 +71,48 @@ class Collected:
             block for row in itertools.zip_longest(*shares) for block in row if block is not None
         ]  # dealt out in turn
 
-    def batches(self) -> list[EvalPrediction]:
-        """Return the gathered batches in the dataset's order."""
-        return [*map(_widened, self.blocks)]
+    @property
+    def has_labels(self) -> bool:
+        """Whether a gathered batch has labels."""
+        return any(labels is not None for _, labels, *_ in self.blocks)
 
-    def joined(self) -> EvalPrediction:
-        """Return the gathered batches as one, in the dataset's order; none is left."""
-        blocks, self.blocks = self.blocks, []
-        if not blocks:
-            return EvalPrediction(None, None)
-        *columns, sizes = (list(column) for column in zip(*blocks, strict=True))
-        del blocks
-        fills, are_labels = (self._fill, IGNORED, IGNORED, IGNORED), (False, True, True, False)
-        return EvalPrediction(*map(_joined_present, columns, itertools.repeat(sizes), fills, are_labels))
+    def batches(self) -> Iterator[EvalPrediction]:
+        """Yield the gathered batches in the dataset's order; not after `prediction`."""
+        return map(_handed_out, self.blocks)
+
+    def prediction(self) -> EvalPrediction:
+        """Return the gathered batches as one, in the dataset's order; the same each time."""
+        if self._prediction is None:
+            blocks, self.blocks = self.blocks, []
+            self._prediction = _joined_blocks(blocks, self._fill) if self._joins else _listed(blocks)
+        return self._prediction
 
 
-def listed(batches: Sequence[EvalPrediction]) -> EvalPrediction:
-    """Return batches as one whose parts are lists with an entry for each batch; a part that none has is None."""
+def _listed(blocks: list[tuple[Any, ...]]) -> EvalPrediction:
+    """Return lists with an entry for each batch; a part that no batch has is None."""
+    batches = [*map(_handed_out, blocks)]
     parts = ([getattr(batch, field.name) for batch in batches] for field in dataclasses.fields(EvalPrediction))
     return EvalPrediction(*(None if all(entry is None for entry in part) else part for part in parts))
 
 
-def _widened(block: tuple[Any, ...]) -> EvalPrediction:
+def _joined_blocks(blocks: list[tuple[Any, ...]], fill: int) -> EvalPrediction:
+    """Join the batches. Empties the list."""
+    if not blocks:
+        return EvalPrediction(None, None)
+    *columns, sizes = (list(column) for column in zip(*blocks, strict=True))
+    blocks.clear()
+    fills = (fill, IGNORED, IGNORED, IGNORED)
+    return EvalPrediction(*map(_joined_present, _PARTS, columns, itertools.repeat(sizes), fills))
+
+
+def _handed_out(block: tuple[Any, ...]) -> EvalPrediction:
+    """Return a batch in arrays of its own, which its receiver may change: on the CPU, those of a block are the data."""
     *parts, _ = block
-    return EvalPrediction(*(map_tensors(_wide, part, np.ndarray) for part in parts))
+    return EvalPrediction(*(map_tensors(_own, part, np.ndarray) for part in parts))
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    return array.copy() if (wide := _wide(array)) is array else wide
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
@@ -106,21 +133,22 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-def _joined_present(parts: list[Any], sizes: list[int | None], fill: int, are_labels: bool) -> Any:
+def _joined_present(name: str, parts: list[Any], sizes: list[int | None], fill: int) -> Any:
     """Join the batches that have this part; return None without one. Empties the list."""
     sizes = [size for part, size in zip(parts, sizes, strict=True) if part is not None]
     parts[:] = [part for part in parts if part is not None]
     if not parts:
         return None
-    if _is_per_sample(parts, sizes, are_labels):
+    if _is_per_sample(parts, sizes, name in _LISTED):
         return _chained(parts)
-    if are_labels and isinstance(parts[0], tuple):  # columns, each of which may have an entry for each sample
+    if name in _LISTED and isinstance(parts[0], tuple):  # columns, each of which may have an entry for each sample
+        _check_kinds(name, parts)
         columns = [list(column) for column in zip(*parts, strict=True)]
         return tuple(
-            _chained(column) if _is_per_sample(column, sizes, are_labels) else _joined(column, fill)
+            _chained(column) if _is_per_sample(column, sizes, True) else _joined(name, column, fill)
             for column in columns
         )
-    return _joined(parts, fill)
+    return _joined(name, parts, fill)
 
 
 def _is_per_sample(parts: list[Any], sizes: list[int | None], are_labels: bool) -> bool:
@@ -148,32 +176,40 @@ def _is_per_sample(parts: list[Any], sizes: list[int | None], are_labels: bool) 
 
 def _chained(parts: list[Any]) -> list[Any]:
     """Return the entries of all batches. Empties the list."""
-    entries = [map_tensors(_wide, entry, np.ndarray) for part in parts for entry in part]
+    entries = [map_tensors(_own, entry, np.ndarray) for part in parts for entry in part]
     parts.clear()
     return entries
+
+
+def _check_kinds(name: str, parts: list[Any]) -> None:
+    """Check that the batches have the same structure.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if len(kinds := dict.fromkeys(map(_kind, parts))) > 1:
+        giver = "data_collator" if name in _LISTED else "preprocess_logits_for_metrics"
+        raise ValueError(
+            f"{name} of different batches are {' and '.join(kinds)}, which cannot be joined; let {giver} return the "
+            "same for each batch, or set eval_do_concat_batches=False"
+        )
 
 
 def _kind(part: Any) -> str:
     if isinstance(part, np.ndarray):
         return "a tensor" if part.ndim < 2 else f"a tensor of {part.ndim} dimensions"
-    return f"{len(part)} values" if isinstance(part, (tuple, list)) else "no tensor"
+    if isinstance(part, (tuple, list)):
+        return f"{len(part)} values"
+    return f"a dict with {', '.join(map(str, part))}" if isinstance(part, Mapping) else "no tensor"
 
 
-def _joined(parts: list[Any], fill: int = IGNORED) -> Any:
-    """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list.
-
-    Raises:
-        ValueError: If the batches' structures differ.
-    """
-    if len(kinds := dict.fromkeys(map(_kind, parts))) > 1:
-        raise ValueError(
-            f"outputs or labels are {' and '.join(kinds)} in different batches and cannot be joined; let "
-            "preprocess_logits_for_metrics return the same of each batch, or set eval_do_concat_batches=False"
-        )
+def _joined(name: str, parts: list[Any], fill: int = IGNORED) -> Any:
+    """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
+    _check_kinds(name, parts)
     if isinstance(parts[0], (tuple, list)):
         columns = [list(column) for column in zip(*parts, strict=True)]
         parts.clear()
-        return tuple(_joined(column, fill) for column in columns)
+        return tuple(_joined(name, column, fill) for column in columns)
     if not isinstance(parts[0], np.ndarray):
         return [map_tensors(_wide, part, np.ndarray) for part in parts]
     parts[:] = map(np.atleast_1d, parts)  # one number of a batch

@@ -15,8 +15,8 @@ import torch
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
-from trainer_kit.loop.batch_metrics import batch_metrics_of
-from trainer_kit.loop.collected import Collected, listed
+from trainer_kit.loop.batch_metrics import BatchMetrics
+from trainer_kit.loop.collected import Collected
 from trainer_kit.loop.generation import TextGenerator
 from trainer_kit.loop.lookahead import EvalBatch, Lookahead, one_behind
 from trainer_kit.loop.metrics import (
@@ -148,7 +148,9 @@ class Evaluator:
         self.loss = inspection.loss
         self.metrics = metrics
         self.compute_metrics = compute_metrics
-        self._batch_metrics = batch_metrics_of(compute_metrics)
+        self._batch_metrics = None
+        if compute_metrics is not None and run.args.batch_eval_metrics:
+            self._batch_metrics = BatchMetrics(compute_metrics)
         self.preprocess_logits = preprocess_logits
         self.generate = TextGenerator(run, generation or {}) if run.args.predict_with_generate else None
         self._label_columns = label_columns_of(self.loss.module) if self.loss.compute_loss is None else []
@@ -180,6 +182,10 @@ class Evaluator:
             DoesNotFitError: If any process runs out of memory with `args.auto_find_batch_size`; raised on all
                 processes.
         """
+        with self._batch_metrics or contextlib.nullcontext():
+            return self._evaluate(batches, prefix, keep)
+
+    def _evaluate(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool) -> PredictionOutput:
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
@@ -193,16 +199,16 @@ class Evaluator:
             clear_frames(error)
             own = _Tally(0, 0, None, None, interrupted=False, means={}, lacks=lacks)
         tallies = self._agreed(own)
-        by_batch = [] if collected is None else self._gathered(collected, keep)
-        kept = self._prediction(collected) if keep else EvalPrediction(None, None)
-        scored = kept.label_ids is not None or not keep
+        if collected is not None:
+            collected.gather(strategy, everywhere=keep)
+        scored = not keep or (collected is not None and collected.has_labels)
         others = gather_metrics(self.metrics, strategy, own.samples > 0) if scored and self.metrics else []
 
         def figures() -> dict[str, Any]:
             mean = joined_mean([tally.loss for tally in tallies])
             found = {} if mean is None else {"loss": mean}
             if scored:
-                found |= self._scores(kept if keep or by_batch else self._prediction(collected), by_batch, others)
+                found |= self._scores(collected, others)
             seconds = time.perf_counter() - begin
             found |= {
                 "runtime": seconds,
@@ -213,6 +219,7 @@ class Evaluator:
             return own | self._logged(prefix, means_of([tally.means for tally in tallies]), own)
 
         metrics = strategy.collectives.on_main(figures)
+        kept = collected.prediction() if keep and collected is not None else EvalPrediction(None, None)
         return PredictionOutput(kept.predictions, kept.label_ids, metrics)
 
     def _make_collected(self, keep: bool) -> Collected:
@@ -221,18 +228,7 @@ class Evaluator:
         if self._batch_metrics is not None and run.strategy.world_size == 1 and begins_once and not keep:
             consume = self._batch_metrics.add
         pad_id = None if self.generate is None else self.generate.pad_id
-        return Collected(IGNORED if pad_id is None else pad_id, consume)
-
-    def _gathered(self, collected: Collected, keep: bool) -> list[EvalPrediction]:
-        """Gather what was collected; return its batches for a function that takes them."""
-        collected.gather(self.run.strategy, everywhere=keep)
-        return [] if self._batch_metrics is None else collected.batches()
-
-    def _prediction(self, collected: Collected | None) -> EvalPrediction:
-        """Return what was gathered as one prediction."""
-        if collected is None:
-            return EvalPrediction(None, None)
-        return collected.joined() if self.run.args.eval_do_concat_batches else listed(collected.batches())
+        return Collected(IGNORED if pad_id is None else pad_id, run.args.eval_do_concat_batches, consume)
 
     def _run(self, batches: Iterable[tuple[Any, Counts]], collected: Collected | None, keep: bool) -> _Tally:
         """Evaluate this process's batches."""
@@ -245,8 +241,7 @@ class Evaluator:
         with contextlib.ExitStack() as stack:
             captured = stack.enter_context(captured_outputs(run.model if captures else None))
             totals = _Totals(MeanLoss(strategy), LoggedMeans(strategy), captured)
-            passes = self._batch_metrics or contextlib.nullcontext()
-            for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes(), passes):
+            for context in (evaluating(run.model), torch.no_grad(), strategy.uneven_passes()):
                 stack.enter_context(context)
             padding = Padding(self.inspection, strategy, run.args.eval_batch_size * strategy.devices)
             on_host = itertools.starmap(EvalBatch, batches)
@@ -346,7 +341,8 @@ class Evaluator:
 
     def _fetch_during_pass(self, ahead: Lookahead) -> None:
         """Fetch the next batch while the device works; metrics that draw random numbers draw the same ones."""
-        with generators_kept(torch.device("cpu")) if self.metrics else contextlib.nullcontext():
+        draws = self.metrics or self._batch_metrics is not None
+        with generators_kept(torch.device("cpu")) if draws else contextlib.nullcontext():
             ahead.fetch()
 
     def _take(self, outcome: _Outcome, collected: Collected | None) -> None:
@@ -388,17 +384,18 @@ class Evaluator:
             logged |= without_metrics({_prefixed(prefix, name): mean}, {*metrics, *logged}, called)
         return logged
 
-    def _scores(
-        self, prediction: EvalPrediction, by_batch: list[EvalPrediction], others: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _scores(self, collected: Collected | None, others: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of all metrics, on the main process."""
         scores: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             result = joined_result(metric, [other[name] for other in others])
             scores |= result if isinstance(result, Mapping) else {name: result}
         if self.compute_metrics is not None:
-            batches = self._batch_metrics
-            result = self.compute_metrics(prediction) if batches is None else batches.result(by_batch)
+            assert collected is not None
+            if self._batch_metrics is None:
+                result = self.compute_metrics(collected.prediction())
+            else:
+                result = self._batch_metrics.result(collected.batches())
             if not isinstance(result, Mapping):
                 raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
             scores |= result

@@ -13,7 +13,7 @@ from trainer_kit.errors import DoesNotFitError
 from trainer_kit.loop.batch_size_finder import evaluation_batch_size, halve_evaluation_batch
 from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loop.metrics import Metric
-from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
+from trainer_kit.loop.prediction import PredictionOutput
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.run import Run
 from trainer_kit.utils.schedule_free import averaged_weights
@@ -40,7 +40,7 @@ class EvaluationLoop:
         probe: LossProbe,
         loader_config: LoaderConfig,
         metrics: Mapping[str, Metric],
-        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None,
+        compute_metrics: Callable[..., Mapping[str, Any]] | None,
         preprocess_logits: Callable[[Any, Any], Any] | None = None,
         generation: Mapping[str, Any] | None = None,
     ) -> None:

@@ -68,18 +68,10 @@ class ResultMethods:
         """The optimizer of the run; before training, the one that was given, or None."""
         return self._given_optimizer if self.run.optimizer is None else self.run.optimizer
 
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        self._given_optimizer = optimizer
-
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the run; before training, the one that was given, or None."""
         return self._given_lr_scheduler if self.run.lr_scheduler is None else self.run.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, lr_scheduler: Any) -> None:
-        self._given_lr_scheduler = lr_scheduler
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process of all machines."""

@@ -15,7 +15,6 @@ from trainer_kit.data.build import make_evaluation_batches
 from trainer_kit.data.map_loader import LoaderConfig
 from trainer_kit.data.peek import read_ahead
 from trainer_kit.data.source import is_named
-from trainer_kit.loop.batch_metrics import batch_metrics_of
 from trainer_kit.loop.evaluation import Evaluator
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import Loss
@@ -61,7 +60,7 @@ def check_metrics(subject: PlannedTraining, scheduler: Any, reading: LoaderConfi
     found = {f"{prefix}_{name}" for prefix in _datasets(run) for name in names}
     is_certain = wanted is None or wanted in found
     if subject.metrics or subject.compute_metrics is not None or not is_certain:  # the model may log the metric
-        keeps_batches = batch_metrics_of(subject.compute_metrics) is not None
+        keeps_batches = subject.compute_metrics is not None and run.args.batch_eval_metrics
         if size_of(run.model) > _CHEAP or keeps_batches:
             sentence = f"whether an evaluation gives {wanted!r} is unknown until the first one"
             return MetricCheck(warning="" if is_certain else sentence)

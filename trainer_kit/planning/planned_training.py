@@ -11,7 +11,6 @@ import torch
 from trainer_kit.callback import CallbackList
 from trainer_kit.data.collate import Collator
 from trainer_kit.loop.metrics import Metric
-from trainer_kit.loop.prediction import EvalPrediction
 from trainer_kit.loss.loss import ComputeLoss
 from trainer_kit.run import Run
 
@@ -38,7 +37,7 @@ class PlannedTraining:
     collate: Collator
     eval_collate: Collator
     compute_loss: ComputeLoss | None
-    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
+    compute_metrics: Callable[..., Mapping[str, Any]] | None
     preprocess_logits: Callable[[Any, Any], Any] | None
     metrics: Mapping[str, Metric]
     optimizer: torch.optim.Optimizer | None

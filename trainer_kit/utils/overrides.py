@@ -144,8 +144,7 @@ _OWN_METHODS = frozenset(
 
 _OWN_ATTRIBUTES = frozenset(
     {
-        "collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer",
-        "preprocess_logits_for_metrics",
+        "collate", "compute_loss", "compute_metrics", "metrics", "preprocess_logits_for_metrics",
     }
 )  # fmt: skip
 """Names of `REPLACEMENTS` that trainer_kit's Trainer sets, and reads when `train` is called."""
@@ -241,7 +240,7 @@ def missing_attribute(kind: type, name: str, is_made: bool) -> AttributeError:
         name: Name of the attribute.
         is_made: Whether the Trainer's constructor has run.
     """
-    if not is_made:
+    if not is_made and (hasattr(kind, name) or name in {"run", *_OWN_ATTRIBUTES}):
         text = f"{kind.__name__}.{name} is read before Trainer.__init__ has run; call super().__init__(...) first"
         return AttributeError(text, name=name)
     todo = f": {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
