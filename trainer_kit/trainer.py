@@ -180,7 +180,7 @@ class Trainer(ResultMethods):
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.metrics = metrics_by_name(metrics)
-        self._given_optimizer, self._given_lr_scheduler = optimizer, lr_scheduler
+        self._given_optimizer, self._given_lr_scheduler, self._set_for_next = optimizer, lr_scheduler, set[str]()
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])
         self.run = Run(
@@ -243,7 +243,8 @@ class Trainer(ResultMethods):
     def _set_up(self, resume: bool | str | Path | None, at_end: contextlib.ExitStack) -> TrainingLoop:
         """Prepare everything up to the first step; `at_end` releases the folder and the loop."""
         run = self.run
-        if run.state.step and hasattr(self._given_lr_scheduler, "state_dict"):
+        is_used = run.state.step and "lr_scheduler" not in self._set_for_next
+        if is_used and hasattr(self._given_lr_scheduler, "state_dict"):
             raise ValueError("train() is called again, but lr_scheduler has run its course; give a function instead")
         run.state, run.means, run.requests, run.ledger = TrainState(), IntervalMeans(), Requests(), Ledger()
         checkpoints = CheckpointManager(run, self.events)
@@ -256,6 +257,7 @@ class Trainer(ResultMethods):
         evaluation, reading = self._evaluation(to_train=True), make_reading(self.args, run.strategy, self.collate)
         given = self._given_optimizer, self._given_lr_scheduler, resume
         self._loop = set_up_training(evaluation, reading, checkpoints, self._initial, *given)
+        self._set_for_next.clear()
         at_end.callback(self._loop.close)
         return self._loop
 

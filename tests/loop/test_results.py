@@ -60,9 +60,15 @@ def test_the_optimizer_and_the_schedule_are_those_of_the_run(tmp_path: Path) -> 
     assert mine.optimizer is mine.run.optimizer
     assert mine.lr_scheduler is mine.run.lr_scheduler
     assert mine.lr_scheduler.get_last_lr() == [0.0]
-    for name in ("optimizer", "lr_scheduler"):
-        with pytest.raises(AttributeError, match=f"Trainer.{name} is set, which training here does not read: give "):
-            setattr(mine, name, None)
+    mine.optimizer = given = torch.optim.SGD(mine.model.parameters(), 0.25)  # for the next training
+    mine.lr_scheduler = schedule = torch.optim.lr_scheduler.ConstantLR(mine.optimizer)
+    assert (mine.optimizer, mine.lr_scheduler) == (given, schedule)
+    mine.train()
+    assert (mine.optimizer, mine.lr_scheduler) == (given, schedule) == (mine.run.optimizer, mine.run.lr_scheduler)
+    mine.optimizer = mine.lr_scheduler = None
+    assert (mine.optimizer, mine.lr_scheduler) == (None, None)
+    mine.train()
+    assert type(mine.optimizer) is torch.optim.AdamW
 
 
 def test_a_script_of_transformers_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,6 +37,7 @@ class ResultMethods:
     run: Run
     _given_optimizer: Any
     _given_lr_scheduler: Any
+    _set_for_next: set[str]
 
     @property
     def args(self) -> TrainingArguments:
@@ -65,13 +66,27 @@ class ResultMethods:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of the run; before training, the one that was given, or None."""
-        return self._given_optimizer if self.run.optimizer is None else self.run.optimizer
+        """The optimizer of the run; before a training, what was given or set for it, or None."""
+        return self._given_optimizer if self._is_next("optimizer") else self.run.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._given_optimizer = optimizer
+        self._set_for_next.add("optimizer")
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule of the run; before training, the one that was given, or None."""
-        return self._given_lr_scheduler if self.run.lr_scheduler is None else self.run.lr_scheduler
+        """The schedule of the run; before a training, what was given or set for it, or None."""
+        return self._given_lr_scheduler if self._is_next("lr_scheduler") else self.run.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, lr_scheduler: Any) -> None:
+        self._given_lr_scheduler = lr_scheduler
+        self._set_for_next.add("lr_scheduler")
+
+    def _is_next(self, name: str) -> bool:
+        """Return whether the next training's is to be shown: none has begun, or another one was set since."""
+        return name in self._set_for_next or getattr(self.run, name) is None
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process of all machines."""

@@ -144,7 +144,8 @@ _OWN_METHODS = frozenset(
 
 _OWN_ATTRIBUTES = frozenset(
     {
-        "collate", "compute_loss", "compute_metrics", "metrics", "preprocess_logits_for_metrics",
+        "collate", "compute_loss", "compute_metrics", "lr_scheduler", "metrics", "optimizer",
+        "preprocess_logits_for_metrics",
     }
 )  # fmt: skip
 """Names of `REPLACEMENTS` that trainer_kit's Trainer sets, and reads when `train` is called."""
