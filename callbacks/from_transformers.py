@@ -192,9 +192,15 @@ class _Arguments:
         if hasattr(self.run.args, name):
             return getattr(self.run.args, name)
         defaults = _transformers_defaults()
-        if name not in defaults:
-            raise AttributeError(f"neither trainer_kit's nor transformers' TrainingArguments have {name!r}")
-        return defaults[name]
+        if name in defaults:
+            return defaults[name]
+        if hasattr(_transformers_class(), name):
+            raise AttributeError(f"{name!r} of transformers' TrainingArguments has no counterpart in trainer_kit")
+        raise AttributeError(f"neither trainer_kit's nor transformers' TrainingArguments have {name!r}")
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        args = self.run.args
+        return int(args.warmup_steps) or math.ceil(num_training_steps * args.warmup_ratio)
 
     def to_dict(self) -> dict[str, Any]:
         values = {**_transformers_defaults(), **self.run.args.to_dict()}
@@ -226,6 +232,7 @@ def _translated(run: Run) -> dict[str, Any]:
         "torch_compile_mode": compiled.get("mode"),
         "gradient_checkpointing": args.gradient_checkpointing is not False,
         "gradient_checkpointing_kwargs": recomputed,
+        "warmup_steps": args.warmup_steps or args.warmup_ratio,
         "train_batch_size": args.per_device_train_batch_size,
         "per_device_eval_batch_size": args.eval_batch_size,
         "logging_dir": str(args.log_dir),
@@ -245,10 +252,14 @@ def _translated(run: Run) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _transformers_defaults() -> dict[str, Any]:
+def _transformers_class() -> type:
     from transformers import TrainingArguments
 
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments) if field.init}
+    return TrainingArguments
+
+
+@functools.cache
+def _transformers_defaults() -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(_transformers_class()) if field.init}
     values = {name: None if value is dataclasses.MISSING else value for name, value in defaults.items()}
     return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from trainer_kit.accelerator import Accelerator, DataLoaderConfiguration
+from trainer_kit.accelerator import Accelerator, DataLoaderConfiguration, load_checkpoint_and_dispatch
 
 
 def test_settings_are_attributes() -> None:
@@ -48,3 +49,9 @@ def test_a_prepared_scheduler_is_a_scheduler() -> None:
     assert scheduler.get_last_lr() == [0.5] == pickle.loads(pickle.dumps(scheduler)).get_last_lr()
     assert scheduler.last_epoch == scheduler.state_dict()["last_epoch"] == 1
     assert scheduler.scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("device_map", ["disk", {"": "disk"}, {"a": "cpu", "b": "disk"}], ids=str)
+def test_a_model_is_not_divided_over_devices(device_map: Any) -> None:
+    with pytest.raises(ValueError, match=r"device_map.* (is not available|names several devices); .*shard"):
+        load_checkpoint_and_dispatch(torch.nn.Linear(2, 2), "unused", device_map=device_map)

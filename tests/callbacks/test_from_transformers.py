@@ -239,6 +239,21 @@ def test_arguments_are_ours_then_those_of_transformers(make_run: Callable[..., R
     assert args.to_sanitized_dict()["learning_rate"] == 0.25
     with pytest.raises(AttributeError, match="learning_rat'"):
         args.learning_rat  # noqa: B018
+    for name in dir(TrainingArguments):
+        if not (name.startswith("_") or hasattr(args, name)):
+            with pytest.raises(
+                AttributeError, match=f"^{name!r} of transformers' TrainingArguments has no counterpart"
+            ):
+                getattr(args, name)
+
+
+@pytest.mark.parametrize("steps", [7, 0.25])
+def test_the_warmup_is_that_of_transformers(steps: float, make_run: Callable[..., Run]) -> None:
+    callback = Recorder()
+    from_transformers(callback).on_step_end(make_run(warmup_steps=steps))
+    theirs = TrainingArguments("unused", warmup_steps=steps, report_to="none")
+    assert callback.args.warmup_steps == theirs.warmup_steps
+    assert callback.args.get_warmup_steps(10) == theirs.get_warmup_steps(10)
 
 
 def test_arguments_have_transformers_names_values_and_methods(make_run: Callable[..., Run]) -> None:

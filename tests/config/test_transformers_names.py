@@ -149,6 +149,8 @@ def test_trackers_have_transformers_names(tmp_path: Path) -> None:
 def test_a_reporter_without_a_tracker_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^report_to=\['codecarbon'\] is not allowed; codecarbon is not available by"):
         TrainingArguments(report_to=["codecarbon"])
+    with pytest.raises(ValueError, match="neptune is not available, since its service has been shut down; use another"):
+        TrainingArguments(report_to=["neptune", "wandb"])
 
 
 def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

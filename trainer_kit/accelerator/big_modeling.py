@@ -72,12 +72,14 @@ def load_checkpoint_and_dispatch(
         dtype: Dtype of the floating-point weights; None: as in the model.
 
     Raises:
-        ValueError: If `device_map` names several devices, or a tensor has no value after loading.
+        ValueError: If `device_map` names several devices or the disk, or a tensor has no value after loading.
     """
     if isinstance(device_map, Mapping):
         if len({str(each) for each in device_map.values()}) > 1:
             raise ValueError("device_map names several devices; give one, or shard the model with FSDP")
         device_map = next(iter(device_map.values()), None)
+    if device_map == "disk":
+        raise ValueError("device_map='disk' is not available; give a device, or shard the model with FSDP")
     device: Any = device_map
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

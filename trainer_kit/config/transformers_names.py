@@ -104,6 +104,8 @@ def _generation(value: Any) -> Fields | Refusal:
 
 def _reporters(value: Any) -> Fields | Refusal:
     names = value if isinstance(value, (list, tuple)) else [value]
+    if "neptune" in map(plain, names):
+        return Refusal("neptune is not available, since its service has been shut down; use another tracker")
     theirs = [name for name in map(plain, names) if isinstance(name, str) and name in _REPORTERS]
     if theirs:
         return Refusal(
@@ -113,7 +115,7 @@ def _reporters(value: Any) -> Fields | Refusal:
     return Fields({"report_to": value})
 
 
-_REPORTERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+_REPORTERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow")
 """Reporters of transformers that are no trackers here."""
 
 
