@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
-from trainer_kit.config.event_schedule import steps_between
+from trainer_kit.config.event_schedule import steps_between, warmup_length
 from trainer_kit.config.reporters import reporters_as_data
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ class _Arguments:
         raise AttributeError(f"neither trainer_kit's nor transformers' TrainingArguments have {name!r}")
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        args = self.run.args
-        return int(args.warmup_steps) or math.ceil(num_training_steps * args.warmup_ratio)
+        return warmup_length(self.run.args, num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
         values = {**_transformers_defaults(), **self.run.args.to_dict()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import math
 import re
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.config.event_schedule import warmup_length
 from trainer_kit.config.optimizer_options import optimizer_options
 from trainer_kit.utils.adafactor import UnscaledAdafactor
 from trainer_kit.utils.closures import needs_closure
@@ -305,7 +305,7 @@ def make_scheduler(
     schedule = SCHEDULES[args.lr_scheduler_type]
     allowed = [p.name for p in inspect.signature(schedule).parameters.values() if p.kind is p.KEYWORD_ONLY]
     _check_options(args, allowed)
-    warmup = int(args.warmup_steps) or math.ceil(args.warmup_ratio * total_steps)
+    warmup = warmup_length(args, total_steps)
     group = optimizer.param_groups[0]
     span = Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
     factor = schedule(span, **args.lr_scheduler_kwargs)

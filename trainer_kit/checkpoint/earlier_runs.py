@@ -33,6 +33,7 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
     if not found and not records:
         return
+    can_resume = not all(map(is_of_transformers, found))
     number = 1
     while (folder := output_dir / f"earlier-{number}").exists():
         number += 1
@@ -42,7 +43,6 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         target.parent.mkdir(parents=True, exist_ok=True)
         each.rename(target)
     names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
-    can_resume = any(not is_of_transformers(folder / each.relative_to(output_dir)) for each in found)
     remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if can_resume else ""
     logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
 

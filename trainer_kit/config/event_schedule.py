@@ -24,6 +24,11 @@ def steps_between(steps: float, total_steps: int) -> int:
     return int(steps) if steps >= 1 else max(1, math.ceil(steps * total_steps))
 
 
+def warmup_length(args: TrainingArguments, total_steps: int) -> int:
+    """Return the steps of the warmup, which may be given as a fraction of all steps."""
+    return int(args.warmup_steps) or math.ceil(args.warmup_ratio * total_steps)
+
+
 def evaluation_setting(args: TrainingArguments) -> str | None:
     """Return the setting that asks for evaluations during training; None without one."""
     if args.eval_strategy != "no":

@@ -203,7 +203,7 @@ def _kind(part: Any) -> str:
     return f"a dict with {', '.join(map(str, part))}" if isinstance(part, Mapping) else "no tensor"
 
 
-def _joined(name: str, parts: list[Any], fill: int = IGNORED) -> Any:
+def _joined(name: str, parts: list[Any], fill: int) -> Any:
     """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
     _check_kinds(name, parts)
     if isinstance(parts[0], (tuple, list)):
