@@ -30,6 +30,8 @@ class Run:
         state: The counters.
         requests: The requests of callbacks to the loop.
         total_steps: Optimizer steps that the whole training takes.
+        total_epochs: Epochs that the whole training takes, which may be fractional; infinity if the length of an epoch
+            is not known.
         train_dataset: As the user gave it.
         eval_dataset: As the user gave it.
         train_sampler: As the user gave it; None: the arguments' order, or that of a loader.
@@ -53,6 +55,7 @@ class Run:
     state: TrainState = dataclasses.field(default_factory=TrainState)
     requests: Requests = dataclasses.field(default_factory=Requests)
     total_steps: int = 0
+    total_epochs: float = 0.0
     train_dataset: Any = None
     eval_dataset: Any = None
     train_sampler: Any = None

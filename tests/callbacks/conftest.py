@@ -25,7 +25,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         strategy.collectives.rank = rank
         strategy.setup()
         args = TrainingArguments(output_dir=str(tmp_path / "out"), **arguments)
-        run = Run(args, strategy, model, total_steps=10)
+        run = Run(args, strategy, model, total_steps=10, total_epochs=args.num_train_epochs)
         run.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         run.state.epoch_length = 50
         return run

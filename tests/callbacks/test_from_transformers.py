@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
-    TrainingArguments,
 )
 from transformers.integrations.integration_utils import WandbLogModel
 
@@ -223,60 +221,6 @@ def test_the_log_history_is_complete_and_kept(make_run: Callable[..., Run], take
     again = from_transformers(Recorder())
     again.load_state_dict(events.state_dict()["Recorder"])
     assert again.state_dict()["log_history"] == expected
-
-
-def test_arguments_are_ours_then_those_of_transformers(make_run: Callable[..., Run]) -> None:
-    run, callback = make_run(learning_rate=0.25, eval_strategy="epoch"), Recorder()
-    from_transformers(callback).on_step_end(run)
-    from transformers.trainer_utils import IntervalStrategy
-
-    args = callback.args
-    assert args.learning_rate == 0.25
-    assert args.eval_strategy == IntervalStrategy.EPOCH
-    assert args.eval_delay == 0
-    assert (args.world_size, args.process_index, args.local_process_index, args.should_save) == (1, 0, 0, True)
-    assert args.device.type == "cpu"
-    assert args.to_sanitized_dict()["learning_rate"] == 0.25
-    with pytest.raises(AttributeError, match="learning_rat'"):
-        args.learning_rat  # noqa: B018
-    for name in dir(TrainingArguments):
-        if not (name.startswith("_") or hasattr(args, name)):
-            with pytest.raises(
-                AttributeError, match=f"^{name!r} of transformers' TrainingArguments has no counterpart"
-            ):
-                getattr(args, name)
-
-
-@pytest.mark.parametrize("steps", [7, 0.25])
-def test_the_warmup_is_that_of_transformers(steps: float, make_run: Callable[..., Run]) -> None:
-    callback = Recorder()
-    from_transformers(callback).on_step_end(make_run(warmup_steps=steps))
-    theirs = TrainingArguments("unused", warmup_steps=steps, report_to="none")
-    assert callback.args.warmup_steps == theirs.warmup_steps
-    assert callback.args.get_warmup_steps(10) == theirs.get_warmup_steps(10)
-
-
-def test_arguments_have_transformers_names_values_and_methods(make_run: Callable[..., Run]) -> None:
-    run, callback = make_run(
-        mixed_precision="bf16", torch_compile={"backend": "eager"}, gradient_checkpointing=True, report_to=["jsonl"],
-        eval_strategy="steps", float32_matmul_precision="high", per_device_train_batch_size=3, run_name="mine",
-    ), Recorder()  # fmt: skip
-    from_transformers(callback).on_step_end(run)
-    args = callback.args
-    expected = {
-        "bf16": True, "fp16": False, "tf32": True, "torch_compile": True, "torch_compile_backend": "eager",
-        "torch_compile_mode": None, "gradient_checkpointing": True, "per_device_eval_batch_size": 3,
-        "run_name": "mine", "project": "huggingface", "report_to": ["jsonl"], "do_eval": True, "max_grad_norm": 1.0,
-        "deepspeed": None, "optim": "adamw_torch",
-    }  # fmt: skip
-    assert {name: getattr(args, name) for name in expected} == expected
-    assert {name: args.to_dict()[name] for name in expected} == expected
-    assert json.loads(args.to_json_string()) == args.to_dict()
-    theirs = TrainingArguments(output_dir=run.args.output_dir, report_to="none")
-    assert theirs.to_dict().keys() <= args.to_dict().keys()
-    assert theirs.to_sanitized_dict().keys() <= args.to_sanitized_dict().keys()
-    assert args.to_sanitized_dict()["train_batch_size"] == 3
-    assert (args.logging_dir, args.n_gpu, args.parallel_mode.value) == (str(run.args.log_dir), 0, "not_parallel")
 
 
 def test_a_late_save_has_the_step_of_its_checkpoint(make_run: Callable[..., Run]) -> None:

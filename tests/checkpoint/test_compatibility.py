@@ -314,9 +314,9 @@ def test_one_sentence_tells_how_a_step_is_shared(
     model = torch.nn.Linear(1, 1)
     run = Run(args, Strategy(), model, lr_scheduler=make_scheduler(torch.optim.SGD(model.parameters()), args, 10))
     run.state.step = 3
-    saved = RunLength(before, 10, 10, 3, {}).state_dict()
+    saved = RunLength(before, 10, 3.0, 10, 3, {}).state_dict()
     with caplog.at_level("INFO", logger="trainer_kit"):
-        report_changes(run, RunLength(now, 10, 10, 3, {}), (saved, args.to_dict()))
+        report_changes(run, RunLength(now, 10, 3.0, 10, 3, {}), (saved, args.to_dict()))
     assert " | ".join(caplog.messages) == said
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -54,6 +55,38 @@ def advance(run: Run, steps: int, passed_over: Any = ()) -> int:
             if micro.global_batch.closes_epoch:
                 state.epoch, state.position = state.epoch + 1, 0
     return steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs"),
+    [(1, 1 / 5), (5, 1), (8, 8 / 5), (15, 3)],  # an epoch of 33 samples is 4 steps of 8 and one of 1
+)
+def test_the_epochs_of_a_number_of_steps(steps: int, epochs: float) -> None:
+    run = make_run(33, max_steps=steps)
+    assert plan_of(run).epochs == pytest.approx(epochs, abs=1e-12)
+    advance(run, 7)
+    assert plan_of(run).epochs == pytest.approx(epochs, abs=1e-12)
+
+
+def test_the_epochs_after_a_change_of_layout() -> None:
+    run = make_run(32, max_steps=12)  # epochs of 4 steps
+    assert plan_of(run).epochs == 3
+    advance(run, 6)
+    assert (run.state.epoch, run.state.position) == (1, 16)
+    half = make_run(32, batch_size=4, max_steps=12)
+    half.state = run.state
+    assert plan_of(half).epochs == 2.25  # 4 steps of 4 samples to the end of the second, and 2 more of 8
+
+
+def test_the_epochs_of_a_stream_without_length_are_not_known() -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield torch.ones(1)
+
+    run = make_run(1, max_steps=3)
+    run.train_dataset = Stream()
+    assert plan_of(run).epochs == math.inf
+    assert plan_of(make_run(1, num_train_epochs=2.5)).epochs == 2.5
 
 
 @pytest.mark.slow

@@ -175,17 +175,17 @@ def test_a_kept_step_is_dealt_evenly(length: int, layout: Layout) -> None:
 def test_full_size_restored_is_the_original_layout(length: int, layout: Layout, data: st.DataObject) -> None:
     assert layout.full is not None
     original = layout.full._replace(limit=None)
-    saved = RunLength(layout, 9, 9, 3, {}).state_dict()
+    saved = RunLength(layout, 9, 3.0, 9, 3, {}).state_dict()
     for readers in data.draw(st.lists(st.integers(1, 7), max_size=3)):
         smaller = kept_layout(original._replace(readers=readers), saved)
         assert smaller.global_batch_size == original.global_batch_size
-        saved = RunLength(smaller, 9, 9, 3, {}).state_dict()
+        saved = RunLength(smaller, 9, 3.0, 9, 3, {}).state_dict()
     assert kept_layout(original, saved) == original
 
 
 def test_what_the_user_changes_counts() -> None:
     """Batch size times accumulation: only the number of processes is not the user's wish."""
-    saved = RunLength(Layout(4, 2, 3), 9, 9, 3, {}).state_dict()
+    saved = RunLength(Layout(4, 2, 3), 9, 3.0, 9, 3, {}).state_dict()
     assert kept_layout(Layout(4, 2, 2), saved).global_batch_size == 24
     assert kept_layout(Layout(2, 4, 2), saved).global_batch_size == 24
     assert kept_layout(Layout(4, 3, 2), saved) == Layout(4, 3, 2)
@@ -195,7 +195,7 @@ def test_what_the_user_changes_counts() -> None:
 
 
 def test_devices_of_one_process_are_kept_too() -> None:
-    saved = RunLength(Layout(4 * 8, devices=8), 9, 9, 3, {}).state_dict()
+    saved = RunLength(Layout(4 * 8, devices=8), 9, 3.0, 9, 3, {}).state_dict()
     for devices, pass_size, padded, passes in ((4, 16, 16, 2), (6, 16, 18, 2), (3, 11, 12, 3), (16, 32, 32, 1)):
         layout = kept_layout(Layout(4 * devices, devices=devices), saved)
         assert layout.global_batch_size == sum(layout.shares) == 32

@@ -178,7 +178,7 @@ def test_a_resume_under_another_layout_says_this(tmp_path: Path, caplog: pytest.
 def test_another_number_of_processes(caplog: pytest.LogCaptureFixture) -> None:
     args = TrainingArguments(max_steps=10)
     run = Run(args, Strategy(), torch.nn.Linear(1, 1))
-    plans = [RunLength(each, 10, 10, 3, {}) for each in (Layout(128, 1, 4), Layout(128, 1, 3).keep_steps_of(4, 1))]
+    plans = [RunLength(each, 10, 3.0, 10, 3, {}) for each in (Layout(128, 1, 4), Layout(128, 1, 3).keep_steps_of(4, 1))]
     with caplog.at_level("INFO", logger="trainer_kit"):
         report_changes(run, plans[1], (plans[0].state_dict(), args.to_dict()))
     assert caplog.messages == [shown("3 processes keep").strip()]

@@ -205,7 +205,7 @@ class CheckpointManager:
         if run.state.epoch != epoch:
             self.data_state = loader.state_after(epoch, self.data_state)
         self._plan = make_plan(run, loader, self._earlier)
-        run.total_steps = self._plan.last_step
+        run.total_steps, run.total_epochs = self._plan.last_step, self._plan.epochs
 
     def lay_out_again(self, loader: TrainLoader | StreamLoader, plan: Mapping[str, Any]) -> None:
         """Go on with a plan and another number of processes, as a resume does, and log what changes."""

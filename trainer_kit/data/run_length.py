@@ -17,6 +17,7 @@ from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
 from trainer_kit.data.sampling import Layout
 from trainer_kit.run import Run
+from trainer_kit.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RunLength:
     Attributes:
         layout: The present layout.
         last_step: Step at which the run ends, including the steps taken under other layouts.
+        epochs: Epochs that the run takes, which may be fractional; infinity if the length of an epoch is not known.
         schedule_length: Steps of the schedule: those of a whole run under the present layout.
         schedule_step: Step of the schedule that comes next.
         units: Samples per step in which each step argument of the schedule (`warmup_steps`, `num_decay_steps`) is
@@ -34,6 +36,7 @@ class RunLength:
 
     layout: Layout
     last_step: int
+    epochs: float
     schedule_length: int
     schedule_step: int
     units: Mapping[str, int]
@@ -84,11 +87,12 @@ def make_plan(
         plan, before = earlier[0], step_numbers(earlier[1])
         units |= {name: plan["units"][name] for name, steps in step_numbers(args).items() if before.get(name) == steps}
     if args.max_steps > 0:
-        return RunLength(layout, args.max_steps, args.max_steps, state.step, units)
+        epochs = _epochs_of(loader, state, args.max_steps)
+        return RunLength(layout, args.max_steps, epochs, args.max_steps, state.step, units)
     length = _steps_of(loader, args.num_train_epochs)
     in_epoch = loader.steps_left(state.epoch, 0) - loader.steps_left(state.epoch, state.position)
     place = min(_steps_of(loader, state.epoch) + in_epoch, length)
-    return RunLength(layout, state.step + length - place, max(1, length), place, units)
+    return RunLength(layout, state.step + length - place, args.num_train_epochs, max(1, length), place, units)
 
 
 def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:
@@ -103,6 +107,14 @@ def step_numbers(args: TrainingArguments | Mapping[str, Any]) -> dict[str, int]:
 def _scaled(steps: int, unit: int, window: int) -> int:
     """Convert steps of `unit` samples to steps of `window` samples; at least 1 unless `steps` is 0."""
     return max(1, round(steps * unit / window)) if steps and unit != window else steps
+
+
+def _epochs_of(loader: TrainLoader | StreamLoader, state: TrainState, last_step: int) -> float:
+    """Return the epochs of a run that ends at a step, if all epochs have as many steps as the current one."""
+    per_epoch = loader.steps_left(state.epoch, 0)
+    if not per_epoch:
+        return math.inf
+    return state.epoch + 1 + (last_step - state.step - loader.steps_left(state.epoch, state.position)) / per_epoch
 
 
 def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:

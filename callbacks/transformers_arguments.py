@@ -1,0 +1,176 @@
+"""`LiveArguments`: the run's arguments as transformers' `TrainingArguments`, for callbacks written for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, ParallelMode
+
+from trainer_kit.config.event_schedule import warmup_length
+from trainer_kit.config.other_names import translate
+from trainer_kit.config.reporters import reporters_as_data
+from trainer_kit.config.sources import OTHER_NAMES
+from trainer_kit.config.transformers_names import FIELD_VALUES
+
+if TYPE_CHECKING:
+    from trainer_kit.run import Run
+
+
+class LiveArguments(TrainingArguments):
+    """transformers' arguments whose fields are read from a run, and written to it.
+
+    A field that the run has in another form is translated; what the run lacks has transformers' default. A copy, and
+    what a pickle restores, is a `TrainingArguments` with the values of that moment.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:  # not transformers' own, which sets devices up
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "run":
+            raise AttributeError(name)
+        return getattr(self.run.args, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (TrainingArguments,), {name: getattr(self, name) for name in _FIELDS}
+
+    deepspeed_plugin = fsdp_plugin_args = None  # set by transformers' own constructor
+    mixed_precision = property(lambda self: self.run.args.mixed_precision)
+    device = property(lambda self: self.run.strategy.device)
+    n_gpu = _n_gpu = property(lambda self: int(self.device.type == "cuda"))
+    world_size = property(lambda self: self.run.strategy.world_size)
+    process_index = property(lambda self: self.run.strategy.rank)
+    local_process_index = property(lambda self: self.run.strategy.collectives.local_rank)
+    should_log = should_save = property(lambda self: self.run.strategy.is_main)
+    train_batch_size = property(lambda self: self.per_device_train_batch_size)
+    eval_batch_size = property(lambda self: self.per_device_eval_batch_size)
+    logging_dir = property(lambda self: str(self.run.args.log_dir))
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the main process, or that of each machine, run the block before the others."""
+        self.run.strategy.setup()  # before training too
+        collectives = self.run.strategy.collectives
+        is_first = collectives.is_local_main if local else collectives.is_main
+        if not is_first:
+            collectives.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                collectives.barrier()
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        return warmup_length(self.run.args, num_training_steps)
+
+
+class _Field:
+    """One field, read from the run and written to it under the name and in the form that it has there."""
+
+    def __init__(self, field: dataclasses.Field[Any]) -> None:
+        self.name = field.name
+        self.default = None if field.default is dataclasses.MISSING else field.default
+
+    def __get__(self, args: LiveArguments, kind: type) -> Any:
+        value = self._read(args.run)
+        try:
+            return _ENUMS[self.name](value)
+        except (KeyError, ValueError):  # a plain value, or one that transformers does not have
+            return value
+
+    def _read(self, run: Run) -> Any:
+        translated = _TRANSLATED.get(self.name)
+        if translated is not None:
+            return translated(run)
+        return getattr(run.args, self.name) if hasattr(run.args, self.name) else self.default
+
+    def __set__(self, args: LiveArguments, value: Any) -> None:
+        own = args.run.args
+        value = value.value if isinstance(value, Enum) else value
+        values = translate(type(own), {self.name: value}, OTHER_NAMES, FIELD_VALUES)
+        vars(own).update(vars(dataclasses.replace(own, **values)))  # checked first
+
+
+_ENUMS: Mapping[str, type[Enum]] = {
+    "optim": OptimizerNames,
+    "lr_scheduler_type": SchedulerType,
+    "logging_strategy": IntervalStrategy,
+    "eval_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+}
+
+
+def _is_mixed(mode: str) -> Callable[[Run], bool]:
+    return lambda run: (run.strategy.precision.mode if run.strategy.precision else run.args.mixed_precision) == mode
+
+
+def _option(setting: str, key: str | None = None) -> Callable[[Run], Any]:
+    """Return the reader of the options that a setting has if it is a dict, or of one of them."""
+
+    def read(run: Run) -> Any:
+        options = getattr(run.args, setting)
+        options = options if isinstance(options, dict) else None
+        return options if key is None else (options or {}).get(key)
+
+    return read
+
+
+def _replicas(option: str) -> Callable[[Run], Any]:
+    """Return the reader of an option of the strategy for replicas; None on others."""
+    return lambda run: getattr(run.strategy, "options", {}).get(option)
+
+
+def _optimizer(run: Run) -> str:
+    is_fused = run.args.optim == "adamw_torch" and getattr(run.optimizer, "defaults", {}).get("fused")
+    return "adamw_torch_fused" if is_fused else run.args.optim
+
+
+def _sampling(run: Run) -> str:
+    return "group_by_length" if run.args.group_by_length else "random" if run.args.shuffle else "sequential"
+
+
+_TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
+    "optim": _optimizer,
+    "bf16": _is_mixed("bf16"),
+    "fp16": _is_mixed("fp16"),
+    "tf32": lambda run: {"high": True, "highest": False}.get(str(run.args.float32_matmul_precision)),
+    "torch_compile": lambda run: run.args.torch_compile is not False,
+    "torch_compile_backend": _option("torch_compile", "backend"),
+    "torch_compile_mode": _option("torch_compile", "mode"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing"), lambda run: run.args.gradient_checkpointing is not False
+    ),
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), _option("gradient_checkpointing")
+    ),
+    "warmup_steps": lambda run: run.args.warmup_steps or run.args.warmup_ratio,
+    "per_device_eval_batch_size": lambda run: run.args.eval_batch_size,
+    "report_to": lambda run: reporters_as_data(run.args.report_to),
+    "project": lambda run: run.args.project or TrainingArguments.project,
+    "log_level_replica": lambda run: "error",
+    "train_sampling_strategy": _sampling,
+    "fsdp": lambda run: run.strategy.sharding.is_active or None,  # None before the training
+    "ddp_find_unused_parameters": _replicas("find_unused_parameters"),
+    "ddp_static_graph": _replicas("static_graph"),
+    "ddp_bucket_cap_mb": _replicas("bucket_cap_mb"),
+    "do_train": lambda run: True,
+    "do_eval": lambda run: run.args.eval_strategy != "no",
+}
+"""Readers of what a run has under other names or in another form than transformers."""
+
+_FIELDS = {field.name: _Field(field) for field in dataclasses.fields(TrainingArguments)}
+for _name, _field in _FIELDS.items():
+    setattr(LiveArguments, _name, _field)
