@@ -35,16 +35,15 @@ class LiveArguments(TrainingArguments):
     def __init__(self, run: Run) -> None:  # not transformers' own, which sets devices up
         self.run = run
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # what is no field in this release of transformers
         if name.startswith("__") or name == "run":
             raise AttributeError(name)
-        return getattr(self.run.args, name)
+        return _TRANSLATED[name](self.run) if name in _TRANSLATED else getattr(self.run.args, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (TrainingArguments,), {name: getattr(self, name) for name in _FIELDS}
 
     deepspeed_plugin = fsdp_plugin_args = None  # set by transformers' own constructor
-    mixed_precision = property(lambda self: self.run.args.mixed_precision)
     device = property(lambda self: self.run.strategy.device)
     n_gpu = _n_gpu = property(lambda self: int(self.device.type == "cuda"))
     world_size = property(lambda self: self.run.strategy.world_size)
@@ -53,7 +52,6 @@ class LiveArguments(TrainingArguments):
     should_log = should_save = property(lambda self: self.run.strategy.is_main)
     train_batch_size = property(lambda self: self.per_device_train_batch_size)
     eval_batch_size = property(lambda self: self.per_device_eval_batch_size)
-    logging_dir = property(lambda self: str(self.run.args.log_dir))
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -160,6 +158,7 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "per_device_eval_batch_size": lambda run: run.args.eval_batch_size,
     "report_to": lambda run: reporters_as_data(run.args.report_to),
     "project": lambda run: run.args.project or TrainingArguments.project,
+    "logging_dir": lambda run: str(run.args.log_dir),
     "log_level_replica": lambda run: "error",
     "train_sampling_strategy": _sampling,
     "fsdp": lambda run: run.strategy.sharding.is_active or None,  # None before the training
@@ -169,7 +168,7 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "do_train": lambda run: True,
     "do_eval": lambda run: run.args.eval_strategy != "no",
 }
-"""Readers of what a run has under other names or in another form than transformers."""
+"""Readers of what a run has under other names or in another form than some release of transformers."""
 
 _FIELDS = {field.name: _Field(field) for field in dataclasses.fields(TrainingArguments)}
 for _name, _field in _FIELDS.items():

@@ -242,6 +242,11 @@ def test_what_cannot_be_trained_gets_one_sentence(tmp_path: Path) -> None:
         train(Linear(), {"train": points(), "test": points()})
     with pytest.raises(ValueError, match="optimizer holds no parameter of this Linear"):
         train(Linear(), points(), optimizer=torch.optim.SGD(Linear().parameters(), lr=0.1))
+    several = [torch.optim.SGD(Linear().parameters(), lr=0.1)] * 2
+    with pytest.raises(TypeError, match=r"optimizer is a list; give one torch.optim.Optimizer, .*examples/gan.py"):
+        train(Linear(), points(), optimizer=several)
+    with pytest.raises(TypeError, match="optimizer is a function; call it"):
+        train(Linear(), points(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     with pytest.raises(TypeError, match="optimizer is a LBFGS"):
         train(model := Linear(), points(), optimizer=torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TypeError, match="lr_scheduler gave None; give a scheduler"):

@@ -32,6 +32,7 @@ from trainer_kit.config.sources import OTHER_NAMES
         ("batch_size", "per_device_train_batch_size"),
         ("warmup_step", "warmup_steps"),
         ("warmup", "warmup_steps"),
+        ("llrd", "layer_lr_decay"),
         ("max_epoch", "max_epochs"),
         ("evaluation_strateg", "evaluation_strategy"),
     ],
@@ -44,6 +45,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(unknown: str, nearest: str)
             make(settings)
     with pytest.raises(TypeError, match=message):
         dataclasses.replace(TrainingArguments(), **settings)
+
+
+def test_the_floor_of_a_schedule_is_an_option_of_it() -> None:
+    with pytest.raises(TypeError, match="no field 'min_lr'; give lr_scheduler_type='cosine_with_min_lr' and"):
+        TrainingArguments(**{"min_lr": 1e-5})  # type: ignore[arg-type]
 
 
 def test_a_name_that_is_like_no_other_gets_no_hint() -> None:

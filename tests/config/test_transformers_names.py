@@ -151,6 +151,8 @@ def test_a_reporter_without_a_tracker_is_refused() -> None:
         TrainingArguments(report_to=["codecarbon"])
     with pytest.raises(ValueError, match="neptune is not available, since its service has been shut down; use another"):
         TrainingArguments(report_to=["neptune", "wandb"])
+    with pytest.raises(ValueError, match=r"report_to='comet' is not allowed; use 'comet_ml'$"):
+        TrainingArguments(report_to="comet")
 
 
 def test_from_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 pytest.importorskip("torch_geometric")
 
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader, DynamicBatchSampler, ImbalancedSampler
 from torch_geometric.nn import MLP, GINConv, global_add_pool
 
@@ -61,8 +61,9 @@ def make_trainer(folder: Path, data: Any, **options: Any) -> tuple[Trainer, list
     losses = Losses()
     defaults: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "optim": "sgd", "learning_rate": 0.1,
                                 "lr_scheduler_type": "constant", "logging_steps": 1, "max_grad_norm": 0.0}  # fmt: skip
+    own = {"data_collator": options.pop("data_collator", None)}
     args = arguments(folder, **(defaults | options))
-    return Trainer(GIN(), args, data, DataLoader(graphs(9), batch_size=4), callbacks=[losses]), losses.losses
+    return Trainer(GIN(), args, data, DataLoader(graphs(9), batch_size=4), callbacks=[losses], **own), losses.losses
 
 
 def plain_loop(loader: Any) -> list[float]:
@@ -91,6 +92,17 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: Path, is_ready: bool) -> Non
         total = sum(float(model(batch)["loss"]) * batch.num_graphs for batch in DataLoader(graphs(9), batch_size=2))
     assert metrics["eval_loss"] == pytest.approx(total / 9, rel=1e-12)
     assert trainer.predict(DataLoader(graphs(9), batch_size=4)).predictions.shape == (9, 3)
+
+
+def test_a_list_of_graphs_needs_their_collator(tmp_path: Path) -> None:
+    trainer, losses = make_trainer(
+        tmp_path, graphs(), data_collator=Batch.from_data_list, shuffle=False, per_device_train_batch_size=5
+    )
+    trainer.train()
+    assert losses == pytest.approx(plain_loop(DataLoader(graphs(), batch_size=5)), rel=1e-12)
+    without, _ = make_trainer(tmp_path, graphs())
+    with pytest.raises(ValueError, match=r"graphs cannot be stacked into a batch; give data_collator=Batch\.from_d"):
+        without.train()
 
 
 def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:

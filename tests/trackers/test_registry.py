@@ -28,7 +28,12 @@ def test_installed_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "sentence"),
     [
         ("wand", "log_with='wand' is not known; use 'tensorboard', 'jsonl', 'wandb', .*, or an object with log"),
-        ("neptune", "log_with='neptune' is not known; use .* such as a subclass of trainer_kit.trackers.Tracker"),
+        (
+            "neptune",
+            "log_with='neptune' is not allowed; neptune is not available, since its service",
+        ),
+        ("comet", "log_with='comet' is not allowed; use 'comet_ml'$"),
+        ("mine", "log_with='mine' is not known; use .* such as a subclass of trainer_kit.trackers.Tracker"),
     ],
 )
 def test_names_that_are_refused(name: str, sentence: str) -> None:

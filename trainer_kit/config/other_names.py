@@ -258,10 +258,15 @@ _SYNONYMS = {
     "eval_batch_size": "per_device_eval_batch_size",
     "log_steps": "logging_steps",
     "warmup": "warmup_steps",
+    **dict.fromkeys(("layer_decay", "llrd"), "layer_lr_decay"),
 }
 
-# Arguments of the Trainer.
+# Settings of other arguments, and arguments of the Trainer.
 _ELSEWHERE = {
+    **dict.fromkeys(
+        ("min_lr", "min_learning_rate"),
+        "give lr_scheduler_type='cosine_with_min_lr' and lr_scheduler_kwargs={'min_lr': ...}",
+    ),
     "tokenizer": "give Trainer(processing_class=tokenizer)",
     "model": "give Trainer(model=)",
     "train_dataset": "give Trainer(train_dataset=)",

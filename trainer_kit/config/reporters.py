@@ -12,6 +12,12 @@ REPORTERS = ("tensorboard", "jsonl", "html")
 TRACKER_NAMES = ("wandb", "mlflow", "trackio", "comet_ml", "clearml", "dvclive", "swanlab", "aim")
 """Trackers that need no folder; `trainer_kit.trackers` has their classes."""
 
+OTHER_TRACKERS = {
+    "comet": "use 'comet_ml'",
+    "neptune": "neptune is not available, since its service has been shut down; use another tracker",
+}
+"""Sentences about other names of trackers."""
+
 
 def are_reporters(value: Any) -> bool:
     """Return whether each entry is a known name, or an object that takes records."""

@@ -19,6 +19,7 @@ from trainer_kit.config.other_names import (
     renamed,
     switched,
 )
+from trainer_kit.config.reporters import OTHER_TRACKERS
 
 _OWN_OPTIMIZER = "it is not available; give Trainer(optimizer=)"
 _LOW_RANK = "GaLore, APOLLO and LOMO change the backward pass and are not available; use 'adafactor' or 'adamw_8bit'"
@@ -103,10 +104,12 @@ def _generation(value: Any) -> Fields | Refusal:
 
 
 def _reporters(value: Any) -> Fields | Refusal:
-    names = value if isinstance(value, (list, tuple)) else [value]
-    if "neptune" in map(plain, names):
-        return Refusal("neptune is not available, since its service has been shut down; use another tracker")
-    theirs = [name for name in map(plain, names) if isinstance(name, str) and name in _REPORTERS]
+    names = [plain(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
+    names = [name for name in names if isinstance(name, str)]
+    for name in names:
+        if name in OTHER_TRACKERS:
+            return Refusal(OTHER_TRACKERS[name])
+    theirs = [name for name in names if name in _REPORTERS]
     if theirs:
         return Refusal(
             f"{', '.join(theirs)} is not available by name; use Trainer(callbacks=[from_transformers(...)]) with the "

@@ -156,6 +156,11 @@ def _stack(values: list[Any], column: Any = None) -> Any:
         return _stack_leaves(values)
     except (RuntimeError, TypeError, ValueError) as error:
         place = "" if column is None else f" (column {column!r})"
+        if type(values[0]).__module__.startswith("torch_geometric."):
+            raise ValueError(
+                f"graphs cannot be stacked into a batch{place}; give data_collator=Batch.from_data_list of "
+                "torch_geometric.data, or a DataLoader of torch_geometric.loader as the dataset"
+            ) from error
         raise ValueError(
             f"samples cannot be stacked into a batch{place}: {error}; samples of different lengths need "
             "processing_class=tokenizer (which pads) or a data_collator"

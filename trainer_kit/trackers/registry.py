@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer_kit.config.reporters import OTHER_TRACKERS
 from trainer_kit.trackers.aim import AimTracker
 from trainer_kit.trackers.clearml import ClearMLTracker
 from trainer_kit.trackers.comet import CometMLTracker
@@ -47,6 +48,8 @@ def check_name(name: str, setting: str) -> None:
         ValueError: If no tracker has the name.
         ImportError: If its package is not installed.
     """
+    if name not in TRACKERS and name in OTHER_TRACKERS:
+        raise ValueError(f"{setting}={name!r} is not allowed; {OTHER_TRACKERS[name]}")
     if name not in TRACKERS:
         raise ValueError(
             f"{setting}={name!r} is not known; use {', '.join(map(repr, TRACKERS))}, or an object with "
