@@ -73,15 +73,15 @@ def bert_large(small: bool) -> Workload:
 
 def gpt2(small: bool) -> Workload:
     """GPT-2 small on sequences of 1,024 tokens, or one of a few layers."""
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=30_000) if small else GPT2Config()
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=1_000) if small else GPT2Config()
     tokens = 32 if small else 1024
-    rows = [{"input_ids": ids, "labels": ids} for ids in random_tokens(512, tokens)]
+    rows = [{"input_ids": ids, "labels": ids} for ids in random_tokens(512, tokens, min(30_000, config.vocab_size))]
     return Workload(lambda: GPT2LMHeadModel(config), rows, 8, tokens, True)
 
 
-def random_tokens(rows: int, tokens: int) -> torch.Tensor:
-    """Return token ids, of shape (rows, tokens)."""
-    return torch.randint(100, 30_000, (rows, tokens), generator=torch.Generator().manual_seed(0))
+def random_tokens(rows: int, tokens: int, limit: int = 30_000) -> torch.Tensor:
+    """Return token ids below a limit, of shape (rows, tokens)."""
+    return torch.randint(100, limit, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
 WORKLOADS = {"mlp": mlp, "bert-large": bert_large, "gpt2": gpt2}

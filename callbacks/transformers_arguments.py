@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.utils.import_utils import is_accelerate_available
 
+from trainer_kit.config.arguments import TrainingArguments as OwnArguments
+from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.config.event_schedule import warmup_length
-from trainer_kit.config.other_names import translate
+from trainer_kit.config.other_names import plain, translate
 from trainer_kit.config.reporters import reporters_as_data
 from trainer_kit.config.sources import OTHER_NAMES
 from trainer_kit.config.transformers_names import FIELD_VALUES
@@ -23,25 +28,42 @@ if TYPE_CHECKING:
 
 
 class LiveArguments(TrainingArguments):
-    """transformers' arguments whose fields are read from a run, and written to it.
+    """transformers' arguments whose fields are read from a run's arguments, and written to them.
 
-    A field that the run has in another form is translated; what the run lacks has transformers' default. A copy, and
-    what a pickle restores, is a `TrainingArguments` with the values of that moment.
+    A field that the run has in another form is translated; what the run lacks has transformers' default. Other
+    attributes are those of the run's arguments, so that all callbacks share them. A copy, and what a pickle restores,
+    is a `TrainingArguments` with the values of that moment.
 
     Args:
         run: The run.
     """
 
     def __init__(self, run: Run) -> None:  # not transformers' own, which sets devices up
-        self.run = run
+        object.__setattr__(self, "run", run)
 
     def __getattr__(self, name: str) -> Any:  # what is no field in this release of transformers
         if name.startswith("__") or name == "run":
             raise AttributeError(name)
-        return _TRANSLATED[name](self.run) if name in _TRANSLATED else getattr(self.run.args, name)
+        return _read(self.run, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.run.args
+        if name in _FIELDS or name in _OWN_FIELDS:
+            _write(own, name, value)
+        elif isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)  # which fails
+        else:
+            setattr(own, name, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # for vars(args)
+        return {name: getattr(self, name) for name in _FIELDS}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (TrainingArguments,), {name: getattr(self, name) for name in _FIELDS}
+        return object.__new__, (TrainingArguments,), vars(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.run.args.to_dict(), **super().to_dict()}  # type: ignore[no-untyped-call]
 
     deepspeed_plugin = fsdp_plugin_args = None  # set by transformers' own constructor
     device = property(lambda self: self.run.strategy.device)
@@ -76,30 +98,38 @@ class LiveArguments(TrainingArguments):
 
 
 class _Field:
-    """One field, read from the run and written to it under the name and in the form that it has there."""
+    """One field, read from the run under the name and in the form that it has there."""
 
     def __init__(self, field: dataclasses.Field[Any]) -> None:
         self.name = field.name
         self.default = None if field.default is dataclasses.MISSING else field.default
 
     def __get__(self, args: LiveArguments, kind: type) -> Any:
-        value = self._read(args.run)
+        value = _read(args.run, self.name, self.default)
         try:
             return _ENUMS[self.name](value)
         except (KeyError, ValueError):  # a plain value, or one that transformers does not have
             return value
 
-    def _read(self, run: Run) -> Any:
-        translated = _TRANSLATED.get(self.name)
-        if translated is not None:
-            return translated(run)
-        return getattr(run.args, self.name) if hasattr(run.args, self.name) else self.default
 
-    def __set__(self, args: LiveArguments, value: Any) -> None:
-        own = args.run.args
-        value = value.value if isinstance(value, Enum) else value
-        values = translate(type(own), {self.name: value}, OTHER_NAMES, FIELD_VALUES)
-        vars(own).update(vars(dataclasses.replace(own, **values)))  # checked first
+def _read(run: Run, name: str, *default: Any) -> Any:
+    return _TRANSLATED[name](run) if name in _TRANSLATED else getattr(run.args, name, *default)
+
+
+def _write(own: OwnArguments, name: str, value: Any) -> None:
+    """Set what stands for a field, if the arguments are valid with it."""
+    values = translate(OwnArguments, {name: plain(value)}, OTHER_NAMES, FIELD_VALUES)
+    if name in ("bf16", "fp16") and value is False and own.mixed_precision == name:
+        values = {"mixed_precision": "no"}
+    if name == "warmup_steps":
+        values["warmup_ratio"] = 0.0  # which a part of all steps becomes
+    for each, options in values.items():
+        present = getattr(own, each)
+        if isinstance(options, dict) and isinstance(present, dict) and name != each:  # one of several options
+            values[each] = {**present, **options}
+    checked = OwnArguments(**{**{each: getattr(own, each) for each in _OWN_FIELDS}, **values})
+    for each in values:
+        setattr(own, each, getattr(checked, each))
 
 
 _ENUMS: Mapping[str, type[Enum]] = {
@@ -108,6 +138,7 @@ _ENUMS: Mapping[str, type[Enum]] = {
     "logging_strategy": IntervalStrategy,
     "eval_strategy": IntervalStrategy,
     "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
 }
 
 
@@ -131,6 +162,15 @@ def _replicas(option: str) -> Callable[[Run], Any]:
     return lambda run: getattr(run.strategy, "options", {}).get(option)
 
 
+def _compiler(run: Run) -> str | None:
+    return None if run.args.torch_compile is False else CompileOptions.read(run.args.torch_compile).backend
+
+
+def _timeout(run: Run) -> float:
+    group = getattr(run.strategy, "group", None)
+    return TrainingArguments.ddp_timeout if group is None else group.timeout
+
+
 def _optimizer(run: Run) -> str:
     is_fused = run.args.optim == "adamw_torch" and getattr(run.optimizer, "defaults", {}).get("fused")
     return "adamw_torch_fused" if is_fused else run.args.optim
@@ -146,7 +186,7 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "fp16": _is_mixed("fp16"),
     "tf32": lambda run: {"high": True, "highest": False}.get(str(run.args.float32_matmul_precision)),
     "torch_compile": lambda run: run.args.torch_compile is not False,
-    "torch_compile_backend": _option("torch_compile", "backend"),
+    "torch_compile_backend": _compiler,
     "torch_compile_mode": _option("torch_compile", "mode"),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing"), lambda run: run.args.gradient_checkpointing is not False
@@ -162,14 +202,19 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "log_level_replica": lambda run: "error",
     "train_sampling_strategy": _sampling,
     "fsdp": lambda run: run.strategy.sharding.is_active or None,  # None before the training
+    "ddp_timeout": _timeout,
     "ddp_find_unused_parameters": _replicas("find_unused_parameters"),
     "ddp_static_graph": _replicas("static_graph"),
     "ddp_bucket_cap_mb": _replicas("bucket_cap_mb"),
+    "accelerator_config": lambda run: AcceleratorConfig() if is_accelerate_available() else None,
+    "debug": lambda run: [],
+    "full_determinism": lambda run: torch.are_deterministic_algorithms_enabled(),
     "do_train": lambda run: True,
     "do_eval": lambda run: run.args.eval_strategy != "no",
 }
 """Readers of what a run has under other names or in another form than some release of transformers."""
 
 _FIELDS = {field.name: _Field(field) for field in dataclasses.fields(TrainingArguments)}
+_OWN_FIELDS = [field.name for field in dataclasses.fields(OwnArguments)]
 for _name, _field in _FIELDS.items():
     setattr(LiveArguments, _name, _field)

@@ -122,10 +122,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise TypeError(f"optimizer={name} is a class; give an object of it, such as {name}(model.parameters(), lr=…)")
     if isinstance(optimizer, (list, tuple, dict)):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer, whose parameter groups may "
-            "have settings of their own, or write the loop with Accelerator, which takes several (examples/gan.py)"
+            f"optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer, and its schedule as "
+            "lr_scheduler, or write the loop with Accelerator, which takes several optimizers (examples/gan.py)"
         )
-    if inspect.isroutine(optimizer):
+    if callable(optimizer):
         raise TypeError("optimizer is a function; call it, and give the torch.optim.Optimizer that it returns")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")

@@ -218,9 +218,11 @@ def test_fields_of_a_subclass_are_the_scripts_own(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class OfAScript(transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
         base_learning_rate: float = 1e-3
+        nonfinite: str = "mine"
 
     args = OfAScript(str(tmp_path), base_learning_rate=0.1, use_cpu=True, generation_num_beams=3)
-    assert TrainingArguments.from_transformers(args).generation_num_beams == 3
+    made: Any = TrainingArguments.from_transformers(args)
+    assert (made.generation_num_beams, made.base_learning_rate, made.nonfinite) == (3, 0.1, "stop")
 
 
 def test_from_transformers_takes_nothing_else() -> None:

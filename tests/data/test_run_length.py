@@ -68,6 +68,17 @@ def test_the_epochs_of_a_number_of_steps(steps: int, epochs: float) -> None:
     assert plan_of(run).epochs == pytest.approx(epochs, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("passed_over", "epochs"),
+    [([(0, 8, 72)], 3.8), ([(0, 0, 80)], 4.0), ([(1, 0, 80)], 4.0), ([(2, 0, 40)], 3.5), ([(9, 0, 80)], 3.0)],
+)
+def test_the_epochs_with_skipped_samples(passed_over: list[tuple[int, int, int]], epochs: float) -> None:
+    run = make_run(80, max_steps=30)  # epochs of 10 steps
+    assert plan_of(run, passed_over=passed_over).epochs == pytest.approx(epochs, abs=1e-12)
+    advance(run, 30, passed_over)
+    assert run.state.epoch + run.state.position / 80 == pytest.approx(epochs, abs=1e-12)
+
+
 def test_the_epochs_after_a_change_of_layout() -> None:
     run = make_run(32, max_steps=12)  # epochs of 4 steps
     assert plan_of(run).epochs == 3

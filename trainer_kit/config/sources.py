@@ -14,7 +14,13 @@ from trainer_kit.config.command_line import read_command_line
 from trainer_kit.config.lightning_names import LIGHTNING_NAMES
 from trainer_kit.config.other_names import attribute_sentence, in_force, translate
 from trainer_kit.config.parser_hints import with_plain_hints
-from trainer_kit.config.transformers_names import ATTRIBUTES, FIELD_VALUES, TRANSFORMERS_NAMES, settings_of
+from trainer_kit.config.transformers_names import (
+    ATTRIBUTES,
+    FIELD_VALUES,
+    TRANSFORMERS_NAMES,
+    added_by_subclass,
+    settings_of,
+)
 from trainer_kit.config.validation import load_fields, save_fields
 
 if TYPE_CHECKING:
@@ -99,6 +105,8 @@ class ArgumentSources(_Base):
     def from_transformers(cls: type[Arguments], hf_args: Any) -> Arguments:
         """Create arguments that mean what transformers' `TrainingArguments` mean.
 
+        A field that a subclass adds becomes an attribute, unless there is one of its name.
+
         Args:
             hf_args: An instance of transformers' `TrainingArguments` or a subclass.
 
@@ -106,7 +114,9 @@ class ArgumentSources(_Base):
             TypeError: If settings that differ from transformers' defaults have no counterpart; names them all.
             ValueError: If a value is not allowed.
         """
-        return cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
+        made = cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
+        vars(made).update({**added_by_subclass(hf_args), **vars(made)})
+        return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all fields to a file with the suffix .json, .yaml or .yml.

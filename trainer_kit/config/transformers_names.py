@@ -181,7 +181,7 @@ _CURRENT: Mapping[str, OtherName] = {
     "liger_kernel_config": refused(_LIGER, {}),
     "use_cache": ignored("training does not use a cache", False, True),
     "torch_empty_cache_steps": ignored("the cache is emptied where a step does not fit"),
-    "log_level_replica": ignored("other processes log errors only", "warning"),
+    "log_level_replica": ignored("other processes log errors only", "warning", "passive"),
     "log_on_each_node": ignored("the main process logs", True, False),
     "logging_nan_inf_filter": ignored("nonfinite= decides what happens at a loss that is not finite", True, False),
     "include_num_input_tokens_seen": ignored("always in the records", "no", "all", "non_padding", True, False),
@@ -306,7 +306,7 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """Return the settings of a transformers `TrainingArguments` that matter, by name.
 
     Fields that both have are returned with any value, others if the value is not the default. Fields that a subclass of
-    the user's adds are left out, since transformers' Trainer does not read them either.
+    the user's adds are left out, see `added_by_subclass`.
 
     Args:
         hf_args: An instance of transformers' `TrainingArguments` or a subclass.
@@ -317,15 +317,26 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """
     if not is_of_transformers(hf_args):
         raise TypeError(f"from_transformers takes transformers' TrainingArguments, but got a {type(hf_args).__name__}")
-    kind: Any = next(kind for kind in type(hf_args).__mro__ if kind.__module__.startswith("transformers."))
     settings = {
         field.name: getattr(hf_args, field.name)
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(_class_of_transformers(hf_args))
         if field.name in known or not _is_default(field, getattr(hf_args, field.name))
     }
     if settings.get("warmup_ratio", 0) is None:  # the default, in releases of transformers 5 that still have it
         del settings["warmup_ratio"]
     return settings
+
+
+def added_by_subclass(hf_args: Any) -> dict[str, Any]:
+    """Return the fields that a subclass of transformers' `TrainingArguments` adds, for the user's own code."""
+    theirs = {field.name for field in dataclasses.fields(_class_of_transformers(hf_args))}
+    return {
+        field.name: getattr(hf_args, field.name) for field in dataclasses.fields(hf_args) if field.name not in theirs
+    }
+
+
+def _class_of_transformers(hf_args: Any) -> Any:
+    return next(kind for kind in type(hf_args).__mro__ if kind.__module__.startswith("transformers."))
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:

@@ -110,11 +110,15 @@ def _scaled(steps: int, unit: int, window: int) -> int:
 
 
 def _epochs_of(loader: TrainLoader | StreamLoader, state: TrainState, last_step: int) -> float:
-    """Return the epochs of a run that ends at a step, if all epochs have as many steps as the current one."""
-    per_epoch = loader.steps_left(state.epoch, 0)
-    if not per_epoch:
-        return math.inf
-    return state.epoch + 1 + (last_step - state.step - loader.steps_left(state.epoch, state.position)) / per_epoch
+    """Return the epochs of a run that ends at a step, if all epochs without skipped samples have the same steps."""
+    rest, epoch = last_step - state.step, state.epoch
+    left = loader.steps_left(epoch, state.position)
+    last_cut = max((each for each, _, _ in loader.passed_over), default=-1)
+    while rest > left and epoch <= last_cut:
+        rest, epoch = rest - left, epoch + 1
+        left = loader.steps_left(epoch, 0)
+    usual = loader.steps_left(max(epoch, last_cut + 1), 0)
+    return epoch + 1 + (rest - left) / usual if usual else math.inf
 
 
 def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:
