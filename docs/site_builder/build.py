@@ -17,6 +17,7 @@ from site_builder.check import problems_of
 from site_builder.code_words import with_whole_words, without_gaps
 from site_builder.completeness import missing
 from site_builder.from_code import MAKERS
+from site_builder.page_layout import with_marked_layout
 from site_builder.pages import LANGUAGES, write_pages
 from site_builder.sources import ROOT
 from site_builder.text_blocks import with_marked_blocks
@@ -121,7 +122,7 @@ def build(folder: Path) -> list[str]:
         search.ignore_marks(folder / "site" / language)
         for page in (folder / "site" / language).rglob("*.html"):
             text = with_whole_words(without_gaps(page.read_text(encoding="utf-8")), right_to_left=language == "ar")
-            page.write_text(with_marked_blocks(text), encoding="utf-8")
+            page.write_text(with_marked_layout(with_marked_blocks(text)), encoding="utf-8")
     (folder / "site" / "index.html").write_text(_FRONT, encoding="utf-8")
     return [*problems_of(folder / "site"), *missing(folder / "site")]
 
