@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         name = self._metric(run)
-        # Callbacks may add it on the main process only, but all processes count, so that any may go on without others.
+        # Callbacks may add it on the main process only; all processes count, so that any may continue without others.
         found = run.strategy.collectives.broadcast(metrics.get(name))
         if found is None:
             raise ValueError(

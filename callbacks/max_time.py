@@ -55,7 +55,7 @@ class MaxTime(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._earlier = state_dict["elapsed"]
-        self._begin = None if self._begin is None else time.monotonic()  # in a training that goes on
+        self._begin = None if self._begin is None else time.monotonic()  # in a training that continues
 
     def _check(self, run: Run) -> None:
         if self.elapsed >= self.seconds and not run.requests.stop:

@@ -32,7 +32,7 @@ class PushToHub(Callback):
 
     The repository holds the weights, the configuration and the tokenizer of the newest checkpoint, and a model card
     made from the run; with `load_best_model_at_end` those of the best one at the end. Each push is one commit.
-    Checkpoints that are saved during a push are passed over. A push that fails is warned of, and the next checkpoint is
+    Checkpoints that are saved during a push are skipped. A push that fails is warned of, and the next checkpoint is
     pushed again: a network that is down does not end a training.
 
     Args:

@@ -101,7 +101,7 @@ class Callback:
         """Called after a non-finite step, when the run is restored from the checkpoint in `directory`."""
 
     def on_regroup(self, run: Run) -> None:
-        """Called when this process goes on without processes that were lost, or with some that have joined.
+        """Called when this process continues without processes that were lost, or with some that have joined.
 
         A process that was a step behind, or has joined, has the state of another one, callbacks' states included. A
         step that broke is taken again, with all its events. `run.strategy.is_main` has changed on the next process if

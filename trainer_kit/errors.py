@@ -43,7 +43,7 @@ class UnreadableError(CheckpointError):
 
 
 class CutOffError(TrainerKitError, ConnectionError):
-    """The other machines of an elastic run may be going on without this one, which must not go on in that case.
+    """The other machines of an elastic run may still be training without this one, which must then stop.
 
     Start it again to join them.
     """

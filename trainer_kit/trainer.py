@@ -84,7 +84,7 @@ class Trainer(ResultMethods):
                 save:      on_save
                 stop
         on_rollback                 after a return to a checkpoint from a non-finite step
-        on_regroup                  where processes go on without others, or with some that have joined
+        on_regroup                  where processes continue without others, or with some that have joined
         on_train_end                requests made here are still served
         on_exit
         on_exception                instead of on_exit, after an error

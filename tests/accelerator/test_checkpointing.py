@@ -479,7 +479,7 @@ def test_events_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         next(iter(loop.loader))
     assert f"saved {tmp_path / 'state'}" in caplog.text
     assert f"loaded {tmp_path / 'state'}, saved after 1 optimizer steps" in caplog.text
-    assert "a loader goes on after batch 3 of epoch 0" in caplog.text
+    assert "a loader resumes after batch 3 of epoch 0" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
         again = subprocess.run([*words, "1", str(script), str(tmp_path)], timeout=120, check=False)
         _, said = first.communicate(timeout=120)
     assert (first.returncode, again.returncode) == (0, 0)
-    assert "joins: the run saves and goes on with it" in said
+    assert "joins: the run saves and continues with it" in said
     assert sorted(path.name for path in tmp_path.glob("start-*-1")) == ["start-0-1", "start-1-1"]
 
 

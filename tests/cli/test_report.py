@@ -71,7 +71,7 @@ def test_bad_input_is_one_sentence(runs: Path, tmp_path: Path, capsys: pytest.Ca
     assert "'pdf' is no format of a report; use one of: html, png, md" in refused(capsys, runs / "a", "--format", "pdf")
     assert "x.pdf ends with no format of a report" in refused(capsys, runs / "a", "--output", tmp_path / "x.pdf")
     many = [runs / "b"] * 6
-    assert "7 runs cannot be told apart in one plot; compare at most 6" in refused(
+    assert "7 runs cannot be distinguished in one plot; compare at most 6" in refused(
         capsys, runs / "a", "--compare", *many
     )
     log = tmp_path / "log.jsonl"

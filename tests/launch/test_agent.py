@@ -117,7 +117,7 @@ def test_a_machine_that_was_to_leave_when_its_ranks_met_the_others_leaves_after_
     assert leaving.exit_code == (None if goes_on else 130 if number == signal.SIGINT else 143)
     assert (leaving._remaining_restarts > 0) == (not is_open and number is None)
     changes = {change and change.text.partition(" ")[2] for change in (each._machines.change() for each in others)}
-    assert changes == {"leaves: the run saves and goes on without it" if number == signal.SIGTERM else None}
+    assert changes == {"leaves: the run saves and continues without it" if number == signal.SIGTERM else None}
 
 
 @pytest.mark.parametrize("failed", [2, 0], ids=["a machine", "the machine with the store"])

@@ -56,7 +56,7 @@ def test_the_others_go_on_when_one_has_left(elastic: Meetings) -> None:
     for machine in machines[:2]:
         machine.report()
         machine.report()
-    assert sum("is gone: 2 of 3 machines go on" in line for line in elastic.said) == 2
+    assert sum("is gone: 2 of 3 machines continue" in line for line in elastic.said) == 2
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -88,7 +88,7 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
     assert {machine.starts for machine in machines[:2]} == {0}, "the first membership has not begun"
     assert seconds < elastic_rendezvous._MEETING_SECONDS / 2
     machines[0].report()
-    assert "is gone: 2 of 3 machines go on" in elastic.said[-1]
+    assert "is gone: 2 of 3 machines continue" in elastic.said[-1]
     together(*(machine.next_rendezvous for machine in machines[:2]))
     assert {machine.starts for machine in machines[:2]} == {2}, "the second one has"
 

@@ -142,7 +142,7 @@ def test_a_silent_machine_is_left_out_and_joins_later(launchers: Launchers) -> N
     launchers.wait(1, first)
     launchers.pass_time(1)
     change = Change.from_json(launchers.told(CHANGE) or b"")
-    assert change == Change("host-1 joins: the run saves and goes on with it", is_joining=True)
+    assert change == Change("host-1 joins: the run saves and continues with it", is_joining=True)
     for number in (0, 2):
         launchers.wait(number, second)
     launchers.pass_time(1)
@@ -223,7 +223,7 @@ def test_a_machine_that_prepares_is_left_alone(pair: Launchers) -> None:
     pair.come()
     pair.pass_time(1)
     change = Change.from_json(pair.told(CHANGE) or b"")
-    assert change == Change("host-3 joins: the run saves and goes on with it", is_joining=True)
+    assert change == Change("host-3 joins: the run saves and continues with it", is_joining=True)
     for number in (0, 1):
         pair.wait(number, first)
     pair.pass_time(1)
@@ -240,7 +240,7 @@ def test_a_machine_that_is_ready_joins_in_the_process_once_the_run_is_open(pair:
     pair.store.set(f"1/{OPEN}", "digest")
     pair.pass_time(1)
     change = Change.from_json(pair.told(CHANGE) or b"")
-    assert change == Change("host-2 joins: the run goes on with it", is_joining=True, in_process=True)
+    assert change == Change("host-2 joins: the run continues with it", is_joining=True, in_process=True)
     assert pair.membership == first
     for other in (0, 1):
         pair.wait(other, first)
@@ -258,7 +258,7 @@ def test_the_ranks_end_where_not_all_that_come_are_ready() -> None:
     launchers.come()
     launchers.pass_time(1)
     change = Change.from_json(launchers.told(CHANGE) or b"")
-    assert change == Change("host-2, host-3 join: the run saves and goes on with them", is_joining=True)
+    assert change == Change("host-2, host-3 join: the run saves and continues with them", is_joining=True)
 
 
 def test_a_machine_that_prepares_is_taken_where_the_others_are_too_few(pair: Launchers) -> None:
@@ -266,7 +266,7 @@ def test_a_machine_that_prepares_is_taken_where_the_others_are_too_few(pair: Lau
     pair.alive.remove(1)
     pair.pass_time(4)
     change = Change.from_json(pair.told(CHANGE) or b"")
-    assert change == Change("host-2 joins: the run saves and goes on with it", is_joining=True)
+    assert change == Change("host-2 joins: the run saves and continues with it", is_joining=True)
     pair.wait(0, first)
     pair.pass_time(1)
     assert pair.published.numbers == (0, number)
@@ -288,7 +288,7 @@ def test_a_machine_that_has_not_started_leaves_ranks_in_their_processes() -> Non
     launchers.pass_time(1)
     assert launchers.published.numbers == (0, 1, ready)
     change = Change.from_json(launchers.told(CHANGE) or b"")
-    assert change == Change("host-3 joins: the run saves and goes on with it", is_joining=True)
+    assert change == Change("host-3 joins: the run saves and continues with it", is_joining=True)
     for other in (0, 1, ready):
         launchers.wait(other, launchers.membership)
     launchers.pass_time(1)

@@ -128,7 +128,7 @@ def test_a_machine_leaves_alone_if_enough_stay(
     first, *_ = channels(3, min_nodes=least)
     monkeypatch.setattr(first.rendezvous, "can_leave", lambda: can_leave)
     first.announce_leaving("machine-b")
-    expected = Change("machine-b leaves: the run saves and goes on without it", is_joining=False)
+    expected = Change("machine-b leaves: the run saves and continues without it", is_joining=False)
     assert first.change() == (expected if is_announced else None)
 
 

@@ -76,9 +76,9 @@ def test_a_newcomer_joins_ranks_that_stay_in_their_processes(processes: int, tmp
         for note in after[2 * processes :]:
             expected = Note(note.pid, 2, note.rank, 3 * processes, 0, is_newcomer=True)
             assert run.notes()[note.pid] == [expected, note]
-        assert "joins: the run goes on with it" in run.said(0)
+        assert "joins: the run continues with it" in run.said(0)
         for machine in range(3):
-            assert run.said(machine).count("has joined: 3 of 3 machines go on") == 1
+            assert run.said(machine).count("has joined: 3 of 3 machines continue") == 1
         assert run.end() == {0: 0, 1: 0, 2: 0}
         assert len(run.notes()) == 3 * processes, "no process was started again"
     finally:
@@ -112,7 +112,7 @@ def test_another_training_takes_the_old_way(joining: Joining) -> None:
     after = joining.wait_for_places(3)
     assert not {*pids(before), prepared} & set(pids(after))
     assert "the run cannot take in these processes" in joining.said(2)
-    assert "joins: the run saves and goes on with it" in joining.said(0)
+    assert "joins: the run saves and continues with it" in joining.said(0)
     assert joining.end() == {0: 0, 1: 0, 2: 0}
     assert len([note for notes in joining.notes().values() for note in notes if note.is_newcomer]) == 1
 
@@ -239,7 +239,7 @@ def test_a_machine_with_another_training_leaves_those_that_stay_after_a_loss_in_
         assert after[2].machine == 3
         for note in before[:2]:
             assert [each.membership for each in run.notes()[note.pid]] == [1, 2]
-        assert "joins: the run saves and goes on with it" in run.said(before[0].machine)
+        assert "joins: the run saves and continues with it" in run.said(before[0].machine)
         assert run.end() == {lost.machine: -signal.SIGKILL} | {note.machine: 0 for note in after}
     finally:
         run.close()

@@ -180,7 +180,7 @@ class DiesAmongOthers(Dies):
 
 
 class ReadBefore(Callback):
-    """Keeps how many samples of an evaluation this process had read when it went on without others."""
+    """Keeps how many samples of an evaluation this process had read when it continued without others."""
 
     number: int | None = None
 

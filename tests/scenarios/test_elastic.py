@@ -43,8 +43,8 @@ def test_a_machine_is_killed(elastic: Elastic, moment: str) -> None:
     commands = elastic.start_all(pause=0.1, dies=moment, copies=moment == "exchange")
     ended = finish(*commands[:2])
     elastic.check(*ended)
-    assert f"{HOSTS[2]} is gone: 2 of 3 machines go on" in ended[1].err
-    assert "went on with 2 processes instead of 3 at step" in ended[0].err
+    assert f"{HOSTS[2]} is gone: 2 of 3 machines continue" in ended[1].err
+    assert "continued with 2 processes instead of 3 at step" in ended[0].err
     assert len(elastic.processes()) == 3, "no process was started a second time"
     assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
     assert "; restart " not in ended[0].err + ended[1].err, "it is no failure"
@@ -83,7 +83,7 @@ def test_the_state_goes_on_as_from_a_checkpoint(elastic: Elastic) -> None:
     """With dropout, batch norm, a schedule and averaged weights, after a break in a backward pass: the same bits."""
     settings: dict[str, Any] = {"model": "noisy", "batch_size": 3}  # a batch norm takes no share of one sample
     commands = elastic.start_all(**settings, pause=0.2, dies="exchange")
-    elastic.wait_for_text("went on with 2 processes instead of 3 at step 6", commands[0])
+    elastic.wait_for_text("continued with 2 processes instead of 3 at step 6", commands[0])
     shutil.copytree(elastic.run / "checkpoint-6", elastic.run.with_name("again") / "checkpoint-6")
     alone = finish(*commands[:2])
     elastic.run = elastic.run.with_name("again")
@@ -110,7 +110,7 @@ def test_a_lost_machine_is_no_failure_of_new_processes_either(elastic: Elastic) 
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
     errors = ended[0].err + ended[1].err
     assert f"; lost: {HOSTS[2]}; restart, which --max-restarts does not count" in errors
-    assert f"{HOSTS[2]} is gone: 2 of 3 machines go on" in ended[0].err
+    assert f"{HOSTS[2]} is gone: 2 of 3 machines continue" in ended[0].err
     assert len(elastic.processes()) == 5
     first, second = (json.loads(each.out) for each in ended)
     assert first["step"] == second["step"]
@@ -140,7 +140,7 @@ def test_machines_are_killed_in_the_vote_in_the_meeting_and_in_healing(tmp_path:
     assert len(elastic.processes()) == 5, "no process was started a second time"
     assert {json.loads(each.out)["pid"] for each in ended} < elastic.processes()
     for each in ended:
-        gone = re.findall(r"([\w, -]+) (?:is|are) gone: (\d) of 5 machines go on", each.err)
+        gone = re.findall(r"([\w, -]+) (?:is|are) gone: (\d) of 5 machines continue", each.err)
         *first, last = [name for names, _ in gone for name in names.strip().split(", ")]
         assert ({*first}, last, gone[-1][1]) == ({HOSTS[3], HOSTS[4]}, HOSTS[2], "2")
         assert "; restart " not in each.err, "it is no failure"
@@ -155,13 +155,13 @@ def test_a_killed_machine_comes_back(elastic: Elastic) -> None:
     elastic.machines.kill(2)
     elastic.wait_for_text("2 processes keep 6 samples a step: 3 each instead of 2", commands[0])
     commands[2] = elastic.start(2)
-    elastic.wait_for_text(f"{HOSTS[2]} joins: the run goes on with it", commands[0])
+    elastic.wait_for_text(f"{HOSTS[2]} joins: the run continues with it", commands[0])
     ended = finish(*commands)
     elastic.check(*ended)
     assert len(elastic.processes()) == 4, "the others have stayed in their processes"
     assert {json.loads(each.out)["state"] for each in ended} == {json.loads(ended[0].out)["state"]}
     assert "3 processes keep 6 samples a step: 2 each instead of 3" in ended[0].err
-    assert f"{HOSTS[2]} has joined: 3 of 3 machines go on" in ended[1].err
+    assert f"{HOSTS[2]} has joined: 3 of 3 machines continue" in ended[1].err
     lost, joined = elastic.memberships()
     assert (lost["lost"], lost["processes"], joined["joined"], joined["processes"]) == ([HOSTS[2]], 2, [HOSTS[2]], 3)
     assert (joined["again"], joined["in_process"], joined["cause"]) == (0, True, "")
@@ -176,7 +176,7 @@ def test_a_machine_that_has_joined_goes_on_alone(elastic: Elastic) -> None:
     commands = [elastic.start(number, nodes="1:2") for number in range(2)]
     elastic.wait_for_step(5, commands[0])
     elastic.machines.kill(1)
-    elastic.wait_for_text("went on with 1 process instead of 2 at step", commands[0])
+    elastic.wait_for_text("continued with 1 process instead of 2 at step", commands[0])
     commands[1] = elastic.start(1, nodes="1:2")
     elastic.wait_for_text("2 processes instead of 1 from step", commands[0])
     elastic.machines.kill(0)
@@ -195,7 +195,7 @@ def test_a_cable_is_cut_and_mended(elastic: Elastic) -> None:
     """Long enough for TCP, which tries again after ever longer pauses."""
     commands = elastic.start_all(pause=0.8)
     elastic.machines.cut(2)
-    elastic.wait_for_text(f"{HOSTS[2]} is gone: 2 of 3 machines go on", commands[0])
+    elastic.wait_for_text(f"{HOSTS[2]} is gone: 2 of 3 machines continue", commands[0])
     elastic.machines.mend(2)
     elastic.check(*finish(*commands))
 
@@ -208,7 +208,7 @@ def test_the_machine_with_the_store_is_killed_and_comes_back(elastic: Elastic) -
     commands[0] = elastic.start(0)
     ended = finish(*commands)
     elastic.check(*ended)
-    assert not any("frame #" in each.err or "waiting to see whether it goes on" in each.err for each in ended)
+    assert not any("frame #" in each.err or "waiting to see whether it continues" in each.err for each in ended)
 
 
 def test_the_machine_with_the_store_is_lost_for_good(elastic: Elastic) -> None:
@@ -226,7 +226,7 @@ def test_a_machine_leaves_when_told(elastic: Elastic) -> None:
     first, second, third = finish(*commands)
     assert second.code == 143, second.err
     elastic.check(first, third)
-    assert f"{HOSTS[1]} leaves: the run saves and goes on without it" in third.err
+    assert f"{HOSTS[1]} leaves: the run saves and continues without it" in third.err
     left = first.err.partition("left at step ")[2].split()[0]
     assert f"checkpoint-{left} at step {left} of" in first.err, "nothing is done twice"
     assert "; restart " not in first.err + third.err, "it is no failure"
@@ -242,12 +242,12 @@ def test_the_next_candidate_serves_the_store(four: Elastic) -> None:
     """Both that served it are killed in turn, the first with the main process, which was writing a checkpoint."""
     four.candidates = 3
     commands = four.start_all(nodes="1:4", pause=0.1, dies="save", victim=0)
-    four.wait_for_text("went on with 3 processes instead of 4 at step 6", *commands[1:])
+    four.wait_for_text("continued with 3 processes instead of 4 at step 6", *commands[1:])
     four.machines.kill(1)
     ended = finish(*commands[2:])
     four.check(*ended)
-    assert any(re.search("went on with 2 processes instead of [34] at step", each.err) for each in ended)
-    assert all(f"{HOSTS[1]} is gone: 2 of 4 machines go on" in each.err for each in ended)
+    assert any(re.search("continued with 2 processes instead of [34] at step", each.err) for each in ended)
+    assert all(f"{HOSTS[1]} is gone: 2 of 4 machines continue" in each.err for each in ended)
     assert len(four.processes()) == 4, "no process was started a second time"
     assert {json.loads(each.out)["pid"] for each in ended} < four.processes()
     steps = {record["step"] for record in read_log(four.run / "log.jsonl") if "learning_rate" in record}
@@ -297,9 +297,9 @@ def check_split(run: Elastic, ended: list[Ended], reason: str) -> None:
     assert len(run.processes()) == 4, "no process was started a second time"
     number = run.memberships()[-1]["number"] if run.run.is_absolute() else None  # 3 if one came after the last call
     for each in wrong:
-        assert ": the others may be going on; stopped, start again to join them" in each.err
+        assert ": the others may still be training; stopped, start again to join them" in each.err
         assert reason.format(number) in each.err
-        assert "went on with" not in each.err
+        assert "continued with" not in each.err
         assert "this process is the main one now" not in each.err
     if run.run.is_absolute():
         assert "exception" not in {record["event"] for record in read_log(run.run / "log.jsonl")}, "others own the log"
@@ -309,12 +309,12 @@ def test_the_side_that_waited_joins_when_the_network_is_mended(four: Elastic) ->
     four.candidates = 4
     commands = four.start_all(nodes="1:4", pause=0.5, heartbeat=3)
     four.machines.split(2)
-    four.wait_for_text("went on with 2 processes instead of 4", *commands)
+    four.wait_for_text("continued with 2 processes instead of 4", *commands)
     four.machines.rejoin(2)
     ended = finish(*commands)
     four.check(*ended)
     errs = [each.err for each in ended]
-    assert any("joined: 4 of 4 machines go on" in err for err in errs), errs  # at the same time, or one by one
+    assert any("joined: 4 of 4 machines continue" in err for err in errs), errs  # at the same time, or one by one
 
 
 @pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)
@@ -364,8 +364,8 @@ def test_a_frozen_machine_is_left_behind(elastic: Elastic) -> None:
     name = elastic.machines.names[1]
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout.split()
     subprocess.run(["kill", "-STOP", *found], check=True)
-    elastic.wait_for_text(f"{HOSTS[1]} is gone: 2 of 3 machines go on", commands[0])
-    elastic.wait_for_text("went on with 2 processes instead of 3", commands[0])
+    elastic.wait_for_text(f"{HOSTS[1]} is gone: 2 of 3 machines continue", commands[0])
+    elastic.wait_for_text("continued with 2 processes instead of 3", commands[0])
     subprocess.run(["kill", "-CONT", *found], check=True)
     elastic.check(*finish(*commands))
 

@@ -45,7 +45,7 @@ def test_a_launcher_that_cannot_be_reached_is_a_warning(
 ) -> None:
     monkeypatch.setenv("TRAINER_KIT_PROGRESS_FILE", str(tmp_path / "gone" / "progress"))
     session.report_saved_step(5)
-    assert "the launcher could not be told of the checkpoint of step 5" in caplog.text
+    assert "could not report the checkpoint of step 5 to the launcher" in caplog.text
 
 
 def test_only_the_first_process_of_a_machine_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

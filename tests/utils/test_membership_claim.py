@@ -25,7 +25,7 @@ def test_one_of_two_halves_claims_a_folder(tmp_path: Path) -> None:
     claim(tmp_path, 1, 0).take()
     claim(tmp_path, 2, 1, needs_claim=True).take()
     for number in (2, 3):
-        with pytest.raises(CutOffError, match="belongs to membership 2 of this run: other machines go on"):
+        with pytest.raises(CutOffError, match="belongs to membership 2 of this run: other machines continue"):
             claim(tmp_path, number, 1).take()
     claim(tmp_path, 3, 2).take()
 
@@ -54,7 +54,7 @@ def test_an_older_membership_commits_nothing(tmp_path: Path) -> None:
     old.confirm()
     claim(tmp_path, 2, 1).take()
     (tmp_path / NAME).unlink()
-    with pytest.raises(FolderInUseError, match="membership 2 of this run, since the other machines go on without"):
+    with pytest.raises(FolderInUseError, match="membership 2 of this run, since the other machines continue without"):
         old.confirm()
     assert not (tmp_path / NAME).exists()
 

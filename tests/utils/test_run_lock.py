@@ -105,7 +105,7 @@ def test_a_second_start_is_refused_before_anything_is_touched(runs: Runs) -> Non
         second = told(runs.start(resume=resume))
         assert "FolderInUseError: output_dir=" in second
         assert f"(process {first.pid}), since 20" in second
-        assert f"it is stopped: kill -CONT {first.pid} lets it go on" in second
+        assert f"it is stopped: kill -CONT {first.pid} lets it continue" in second
     assert files(runs.folder) == before
     os.kill(first.pid, signal.SIGCONT)
     assert told(first).startswith("0: ended at 24")
@@ -174,7 +174,7 @@ def test_another_machine_that_is_silent_is_waited_for(
     assert 1.5 < time.monotonic() - begin < 20
     lock.release()
     assert "elsewhere" in caplog.text
-    assert "waiting to see whether it goes on" in caplog.text
+    assert "waiting to see whether it continues" in caplog.text
 
 
 def test_another_machine_whose_processes_say_that_the_holder_has_ended_is_not_waited_for(

@@ -412,7 +412,7 @@ class Checkpointing(StateHooks, ModelSaving):
             if then != scheduler.rule.repeats:
                 logger.warning(
                     "the checkpoint was saved where a schedule steps %d times with each optimizer step, here %d: one "
-                    "made from len(loader) before prepare() goes on at the same sample, but one whose length follows "
+                    "made from len(loader) before prepare() continues at the same sample, but one whose length follows "
                     "from num_processes does not; set its last_epoch",
                     then,
                     scheduler.rule.repeats,

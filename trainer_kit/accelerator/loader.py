@@ -244,7 +244,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         epoch, position = self._begin(skip)
         if skip is None and position:
-            logger.info("a loader goes on after batch %d of epoch %d", position, epoch)
+            logger.info("a loader resumes after batch %d of epoch %d", position, epoch)
         self.epoch, self._position, self._open, self.gave_last = epoch, position, True, False
         dealt = self._streamed(epoch, position) if self._streams else self._read(epoch, position)
         self._flow.dispatch()
@@ -279,7 +279,7 @@ class PreparedLoader(DataLoader[Any]):
         """Yield the batch on the device, without keeping a reference, so that its memory is freed with the user's.
 
         A batch without training before the next request counts as an evaluation batch. Whether gradients are enabled
-        tells nothing: `torch.no_grad()` is often entered inside the loop.
+        proves nothing: `torch.no_grad()` is often entered inside the loop.
         """
         batch, dealt.batch = [dealt.batch], None
         if not self._placement:

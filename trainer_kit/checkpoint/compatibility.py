@@ -329,9 +329,9 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
     changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args and name not in _OF_THE_START}
     changed = {name: (old, new) for name, (old, new) in changed.items() if old != new}
     kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
-    told = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]
-    if told:
-        logger.info("resumed with other arguments: %s", _described(changed, told))
+    others = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]
+    if others:
+        logger.info("resumed with other arguments: %s", _described(changed, others))
     if kept:
         logger.warning(
             "%s changed, but the optimizer keeps the checkpoint's values; start a new run from the weights to change "

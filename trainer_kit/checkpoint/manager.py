@@ -208,7 +208,7 @@ class CheckpointManager:
         run.total_steps, run.total_epochs = self._plan.last_step, self._plan.epochs
 
     def lay_out_again(self, loader: TrainLoader | StreamLoader, plan: Mapping[str, Any]) -> None:
-        """Go on with a plan and another number of processes, as a resume does, and log what changes."""
+        """Continue with a plan and another number of processes, as a resume does, and log what changes."""
         self._earlier = (plan, self.run.args.to_dict())
         self.lay_out(loader)
         report_changes(self.run, self.plan, self._earlier)

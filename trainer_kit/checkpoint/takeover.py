@@ -1,4 +1,4 @@
-"""`take_over`: claims the folder of a run for those that go on after a loss, also of the main process."""
+"""`take_over`: claims the folder of a run for those that continue after a loss, also of the main process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_kit.checkpoint.manager import CheckpointManager
 
 
 def take_over(checkpoints: CheckpointManager) -> bool:
-    """Claim the folder for the present membership, and go on with its checkpoints. Collective.
+    """Claim the folder for the present membership, and continue with its checkpoints. Collective.
 
     Args:
         checkpoints: The checkpoint manager of the training.

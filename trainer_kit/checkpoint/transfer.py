@@ -15,7 +15,7 @@ _PIECE_BYTES = 2**22
 
 
 class Piece(NamedTuple):
-    """A range of a file that is sent at once."""
+    """A range of a file that is sent in one piece."""
 
     name: str
     start: int

@@ -102,8 +102,8 @@ def _list(options: argparse.Namespace) -> int:
     print(f"{count}, {len(whole)} valid, {total}; {goes_on}")
     if (holder := holder_of(options.folder)) is not None:
         print(f"in use: {holder} trains here")
-    if beside := _beside(options.folder, found):
-        print(f"also there: {', '.join(beside)}")
+    if others := _others(options.folder, found):
+        print(f"also there: {', '.join(others)}")
     return 0
 
 
@@ -218,7 +218,7 @@ def _best(known: CheckpointProgress | None) -> dict[str, str]:
     return {f"checkpoint-{known.best_step}": f", the best ({known.metric_name} {known.best_metric:.4g})"}
 
 
-def _beside(folder: Path, found: Sequence[Path]) -> list[str]:
+def _others(folder: Path, found: Sequence[Path]) -> list[str]:
     """Return the run's other folders: crashes, and checkpoints that were moved aside."""
     from trainer_kit.checkpoint import find_checkpoints
 

@@ -43,8 +43,8 @@ class _Nodes(argparse.Action):
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num-processes", {"type": int, "metavar": "N", "help": "processes on all machines together (default: one for each "
                        "GPU, or one for a machine without GPUs); with --tpu devices, all (default) or 1"}),
-    ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "number of machines (default: 1); 2:4 goes on "
-                   "with 2 to 4 of them when some are lost or come"}),
+    ("num-nodes", {"action": _Nodes, "metavar": "N|MIN:MAX", "help": "number of machines (default: 1); 2:4 "
+                   "continues with 2 to 4 of them when some are lost or come"}),
     ("node-rank", {"type": int, "metavar": "N", "help": "number of this machine, from 0 (default: 0)"}),
     ("master-addr", {"metavar": "ADDRESS[,...]", "help": "name or address of machine 0 (default: 127.0.0.1); several "
                      "with MIN:MAX, of which the first that is left serves the store"}),
@@ -92,7 +92,7 @@ CUT_OFF = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_CODES = {
     0: "all processes ended well",
     1: "a process failed; if it has another exit code, that one, or 128 + S after signal S, such as 137 for SIGKILL",
-    CUT_OFF: "the other machines of an elastic run may be going on without this one; start it again to join them",
+    CUT_OFF: "the other machines of an elastic run may still be training without this one; start it again to join them",
     130: "the processes left after Ctrl-C",
     143: "the processes left after SIGTERM or SIGUSR1; start them again to resume",
 }

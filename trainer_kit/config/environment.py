@@ -405,7 +405,7 @@ def quiet_cpp_logs() -> None:
 
 
 def is_elastic() -> bool:
-    """Return whether the launcher goes on without machines that are lost, and takes in those that come."""
+    """Return whether the launcher continues without machines that are lost, and takes in those that come."""
     return os.environ.get(ELASTIC) == "1"
 
 

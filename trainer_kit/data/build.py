@@ -43,7 +43,7 @@ def make_collators(
         compute_loss: The user's loss function, which may read any column; None: the model's own loss.
 
     Raises:
-        TypeError: If the collator is in the place of the dataset.
+        TypeError: If the collator is given in place of the dataset.
         ValueError: If padding options are set without a tokenizer to pad with, or a collator is given for a DataLoader.
     """
     args, model = run.args, run.model

@@ -397,7 +397,7 @@ class StreamReader(IterableDataset[Any]):
 
     def _say_again(self, samples: int, why: str) -> None:
         if samples and self.layout.reader == 0:
-            remedy = "; give it state_dict and load_state_dict to resume at once" if why == _NO_STATE else ""
+            remedy = "; give it state_dict and load_state_dict to resume immediately" if why == _NO_STATE else ""
             warn(
                 f"{why}: {samples} {'batches' if self._is_ready else 'samples'} of epoch {self.epoch} are read again "
                 f"and skipped, which takes as long as reading them did{remedy}"

@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
                 assert worker_group.store is not None
                 self._machines.join(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
                 own = json.dumps((*words, rendezvous.starts, missed_end()))
-                told = [json.loads(text) for text in self._machines.gather(own)]
+                words_of_all = [json.loads(text) for text in self._machines.gather(own)]
                 break
             except RendezvousGracefulExitError:
                 if end := missed_end():
@@ -157,7 +157,7 @@ class Agent(LocalElasticAgent):
                 if not rendezvous.is_lasting:
                     raise
         # A machine that joined later has counted less, but all ranks must get the same number.
-        starts, histories, left, memberships, ends = zip(*told, strict=True)
+        starts, histories, left, memberships, ends = zip(*words_of_all, strict=True)
         for end in filter(None, ends):
             raise News.from_json(end).failure
         rendezvous.report()
@@ -178,7 +178,7 @@ class Agent(LocalElasticAgent):
         self.failed = None
         super()._restart_workers(worker_group)
 
-    # Ranks that go on without others
+    # Ranks that continue without others
 
     def _left(self) -> str | None:
         """Return the membership that all ranks of this machine have left while they wait for a new place.
@@ -193,7 +193,7 @@ class Agent(LocalElasticAgent):
         return left[0] if len(set(left.values())) == 1 else ""
 
     def _guide_newcomers(self, worker_group: WorkerGroup) -> RunResult | None:
-        """Let ranks that have prepared join the others, or all start again; return None as long as they go on."""
+        """Let ranks that have prepared join the others, or all start again; return None as long as they continue."""
         assert self._newcomer is not None
         if self._passed_on is not None or set(self._ranks.exit_codes().values()) != {None}:
             self._newcomer.withdraw()

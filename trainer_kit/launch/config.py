@@ -54,7 +54,7 @@ class LaunchConfig:
         num_processes: Number of processes on all machines together, equal on each; None for one per GPU, or one on a
             machine without GPUs. See also `tpu`.
         num_nodes: Number of machines; the largest one with `min_nodes`.
-        min_nodes: Smallest number of machines with which the run starts and goes on when others are lost; None for
+        min_nodes: Smallest number of machines with which the run starts and continues when others are lost; None for
             `num_nodes`. Further machines join while it runs.
         node_rank: Number of this machine, from 0.
         master_addr: Name or address of machine 0, as the other machines reach it. With `min_nodes` several, such as

@@ -36,8 +36,8 @@ from trainer_kit.utils.units import join_names
 _LOOK_SECONDS = 1.0
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
 _ARRIVAL_LOOK_SECONDS = 0.02
-_GOING_ON = "the others may be going on; stopped, start again to join them"
-_TAKEN = "other machines hold the output folder and go on without this one"
+_STILL_TRAINING = "the others may still be training; stopped, start again to join them"
+_TAKEN = "other machines hold the output folder and continue without this one"
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -129,7 +129,7 @@ class ElasticRendezvous(RendezvousHandler):
 
         Raises:
             OSError: If too few machines come, or a port or address cannot be used; the message says which.
-            CutOffError: If other machines may be going on without this one.
+            CutOffError: If other machines may still be training without this one.
             RendezvousGracefulExitError: If the run ends without this machine.
             RunIsOpenError: If this machine waits for a place, and can prepare.
         """
@@ -167,7 +167,7 @@ class ElasticRendezvous(RendezvousHandler):
             self._past = (self._published.membership,)
 
     def report(self) -> None:
-        """Say who has met, once it is known that they go on."""
+        """Say who has met, once it is known that they continue."""
         for text in self._unsaid:
             self._say(text)
         self._unsaid.clear()
@@ -178,11 +178,11 @@ class ElasticRendezvous(RendezvousHandler):
         return self._is_outvoted
 
     def can_leave(self) -> bool:
-        """Return whether the other machines can go on without this one."""
+        """Return whether the other machines can continue without this one."""
         return self._served is None or self._served.keeper.has_successor(self._id)
 
     def expect_to_leave(self) -> None:
-        """Leave the store to the other machines at the end, since this machine leaves and they go on."""
+        """Leave the store to the other machines at the end, since this machine leaves and they continue."""
         self._hands_over = True
 
     def _read_claim(self) -> None:
@@ -257,7 +257,7 @@ class ElasticRendezvous(RendezvousHandler):
             last = self._past[-1]
             here = Here(1, (socket.gethostname(),), len(last.machines), last.machines[0] == self._id)
             where = _TAKEN if self._is_outvoted else here.describe(socket.gethostname())
-            raise CutOffError(f"{where}: {_GOING_ON}") from error
+            raise CutOffError(f"{where}: {_STILL_TRAINING}") from error
 
     def _has_store(self) -> bool:
         """Connect to the first candidate that answers, or serve the store where that is this machine's turn."""
@@ -357,7 +357,7 @@ class ElasticRendezvous(RendezvousHandler):
                 self._end = End.TIMED_OUT
                 raise
             self._end = End.GIVEN_UP
-            raise CutOffError(f"{here.describe(host)}: {_GOING_ON}") from error
+            raise CutOffError(f"{here.describe(host)}: {_STILL_TRAINING}") from error
         self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
         if not has_place():
             raise RunIsOpenError
@@ -409,7 +409,7 @@ class ElasticRendezvous(RendezvousHandler):
         if link.store.check([ENDED]):
             end = link.store.get(ENDED).decode()
             if end == End.GIVEN_UP:
-                raise CutOffError(f"{link.here().describe(socket.gethostname())}: {_GOING_ON}")
+                raise CutOffError(f"{link.here().describe(socket.gethostname())}: {_STILL_TRAINING}")
             if end == End.TIMED_OUT:
                 raise OSError("the machine with the store has waited for the others in vain; start all again")
             raise RendezvousGracefulExitError("the run has ended")
@@ -434,7 +434,7 @@ class ElasticRendezvous(RendezvousHandler):
         return "c10d"
 
     def is_closed(self) -> bool:
-        """Return False: `next_rendezvous` tells when the run has ended."""
+        """Return False: `next_rendezvous` reports when the run has ended."""
         return False
 
     def set_closed(self) -> None:

@@ -51,7 +51,7 @@ class End(str, Enum):
 
     OVER = "over"
     GIVEN_UP = "given up"
-    """They may not go on, but others may."""
+    """They may not continue, but others may."""
 
     TIMED_OUT = "timed out"
     """The machine with the store has waited for others in vain."""
@@ -144,7 +144,7 @@ class Published(NamedTuple):
             return []
         of = f"{len(self.membership.machines)} of {config.num_nodes} machines"
         if self.bases:
-            return [f"{self._describe_change()}: {of} go on"] if self.gone or self.joined else []
+            return [f"{self._describe_change()}: {of} continue"] if self.gone or self.joined else []
         first, *others = config.candidates
         limit = format_duration(config.meeting_seconds)
         if others:
@@ -382,7 +382,7 @@ class Keeper:
         names = ", ".join(machine.host for machine in coming)
         verb, whom = ("joins", "it") if len(coming) == 1 else ("join", "them")
         saves = "" if in_process else "saves and "
-        return Change(f"{names} {verb}: the run {saves}goes on with {whom}", is_joining=True, in_process=in_process)
+        return Change(f"{names} {verb}: the run {saves}continues with {whom}", is_joining=True, in_process=in_process)
 
     def _run(self) -> None:
         while not self._done.wait(_LOOK_SECONDS):

@@ -1,4 +1,4 @@
-"""`Machines`: what the launchers of a run tell one another while their ranks train."""
+"""`Machines`: what the launchers of a run report to one another while their ranks train."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Machines:
                 self._open = text
 
     def can_be_replaced(self) -> bool:
-        """Return whether the others can go on without this machine, and another one waits for its place."""
+        """Return whether the others can continue without this machine, and another one waits for its place."""
         try:
             return self._can_leave() and self.rendezvous.waiting() > 0
         except RuntimeError:  # the store is gone
@@ -192,14 +192,14 @@ class Machines:
         return are_enough and self._is_reachable() and self.rendezvous.can_leave()
 
     def announce_leaving(self, host: str) -> None:
-        """Announce that this machine leaves, if the others can go on without it.
+        """Announce that this machine leaves, if the others can continue without it.
 
         Args:
             host: Name of this machine.
         """
         if not self._can_leave():
             return
-        change = Change(f"{host} leaves: the run saves and goes on without it", is_joining=False)
+        change = Change(f"{host} leaves: the run saves and continues without it", is_joining=False)
         try:
             self._reach().compare_set(CHANGE, "", change.to_json())
         except RuntimeError:  # the store is gone

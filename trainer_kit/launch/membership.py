@@ -1,11 +1,11 @@
 """`Membership`: which machines train together, and which ones may form the next membership. No sockets in here.
 
-Two halves of a cut network must not both go on. Each machine therefore remembers its last *confirmed* membership, of
+Two halves of a cut network must not both continue. Each machine therefore remembers its last *confirmed* membership, of
 which all machines have heard, and later ones that it has heard of without knowing whether all have. The next membership
 needs more than half of the machines of each of these. Two memberships that follow the same one share a machine then,
 and that machine brings the first of them to the second. A membership with exactly half of the machines needs the output
-folder, where only one half can create its file. If only one machine can serve a store, no part without it goes on, and
-the one with it needs no majority.
+folder, where only one half can create its file. If only one machine can serve a store, no part without it continues,
+and the one with it needs no majority.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Right(enum.IntEnum):
     MAJORITY = 0
     """More than half of the machines, or the first membership."""
     FIRST_HALF = 1
-    """Half with the first machine: goes on unless the other half has claimed the output folder."""
+    """Half with the first machine: continues unless the other half has claimed the output folder."""
     OTHER_HALF = 2
-    """The other half: goes on if it sees the folder of the last main process, and claims it first."""
+    """The other half: continues if it sees the folder of the last main process, and claims it first."""
     NONE = 3
-    """The others may be going on."""
+    """The others may still be training."""
 
 
 class Formed(NamedTuple):
@@ -167,7 +167,7 @@ def next_membership(
     """Return the membership that can be formed now; None if there is none.
 
     It waits for each machine of the last membership that is alive. It takes at most `most` machines, newcomers last.
-    With fewer it takes those of the last membership at once, since newcomers can join at any time. Without a last
+    With fewer it takes those of the last membership immediately, since newcomers can join at any time. Without a last
     membership in this store it waits for all of the newest one, or until the last call is over.
 
     Args:
@@ -176,7 +176,7 @@ def next_membership(
         least: Smallest number of machines.
         most: Largest number of machines.
         is_last_call_over: Whether no machine has arrived for a while.
-        is_only_store: Whether no other machine can serve a store, so that no other part of the network can go on.
+        is_only_store: Whether no other machine can serve a store, so that no other part of the network can continue.
     """
     alive = list(alive)
     here = waiting(last, alive)
@@ -190,7 +190,7 @@ def next_membership(
         return None
     bases = bases_of(chosen)
     right = right_of(chosen, is_only_store)
-    if right is Right.NONE or (last.number and not bases):  # newcomers alone go on with no run
+    if right is Right.NONE or (last.number and not bases):  # newcomers alone continue no run
         return None
     number = 1 + max([last.number, *(machine.last.number for machine in here)])
     run = before.run or uuid.uuid4().hex
@@ -231,7 +231,7 @@ def right_to_follow(bases: Sequence[Membership], machines: Collection[str], has_
         bases: The last confirmed membership, and later ones; empty for a new run.
         machines: IDs of the machines.
         has_claimed: Whether main processes claim the output folder, as far as these machines know. Those of other
-            programs do not, so that the other half cannot know whether the first one goes on.
+            programs do not, so that the other half cannot know whether the first one continues.
     """
     right = Right.MAJORITY
     for base in bases:

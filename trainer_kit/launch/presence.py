@@ -1,4 +1,4 @@
-"""`Presence`: learns at once that a launcher has ended, since the system then closes its connections."""
+"""`Presence`: learns immediately that a launcher has ended, since the system then closes its connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_NAME = 64
 class Presence:
     """Keeps a connection of each launcher open, on the machine that serves the store.
 
-    A machine that loses its power or its cable closes nothing: signs of life tell of it later.
+    A machine that loses its power or its cable closes nothing: signs of life show it later.
 
     Attributes:
         port: Port that the launchers connect to.

@@ -1,4 +1,4 @@
-"""`Regrouping`: a training that goes on in its processes when others are lost or join."""
+"""`Regrouping`: a training that continues in its processes when others are lost or join."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class Regrouping:
 
     @property
     def is_possible(self) -> bool:
-        """Whether this training can go on when processes are lost or join."""
+        """Whether this training can continue when processes are lost or join."""
         # A sampler or an iterable dataset would have to return to an earlier position.
         can_be_placed = type(self._loader) is TrainLoader and not self.run.args.auto_find_batch_size
         return self.run.strategy.regroupable is not None and can_be_placed
 
     @property
     def group(self) -> Regroupable | None:
-        """The strategy as one whose processes may be lost or join; None if this training cannot go on then."""
+        """The strategy as one whose processes may be lost or join; None if this training cannot continue then."""
         return self.run.strategy.regroupable if self.is_possible else None
 
     @property
@@ -153,7 +153,7 @@ class Regrouping:
         return False
 
     def go_on(self, end: LostProcessError | NewcomersReadyError, step_begun: int | None) -> TrainLoader | StreamLoader:
-        """Regroup; return the loader of the batches to come. Collective among those that go on.
+        """Regroup; return the loader of the batches to come. Collective among those that continue.
 
         Args:
             end: What ended the membership: a loss that a collective has raised, or newcomers.
@@ -195,7 +195,7 @@ class Regrouping:
         sizes = f"{format_count(left, 'process')} instead of {processes}"
         if isinstance(end, LostProcessError):
             self._vain_at = run.state.step if left == processes and not healed.joined else None
-            logger.info("went on with %s at step %d after %s: %s", sizes, run.state.step, stood, end)
+            logger.info("continued with %s at step %d after %s: %s", sizes, run.state.step, stood, end)
         else:
             what = "others joined" if healed.joined else "none joined"
             logger.info("%s from step %d: %s; the run stood still for %s", sizes, run.state.step, what, stood)
@@ -222,7 +222,7 @@ class Regrouping:
         if place is None and is_new:
             raise SystemExit(TOLD_TO_LEAVE)
         if place is None:
-            raise end if isinstance(end, LostProcessError) else LostProcessError("new processes go on with the run")
+            raise end if isinstance(end, LostProcessError) else LostProcessError("new processes resume the run")
         assert group is not None, "the launcher gives a place only to those that can join"
         environment.take_place(place)
         group.join_group()

@@ -49,7 +49,7 @@ class TrainingLoop:
         checkpoints: The checkpoint manager of the training.
         sync: Shares the ranks' requests.
         crash_dump: Writes the state of the failed step if an error ends the run.
-        regrouping: Lets the training go on when other processes are lost or join.
+        regrouping: Lets the training continue when other processes are lost or join.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingLoop:
         Raises:
             NonFiniteError: If the loss or a gradient is not finite and `nonfinite="stop"`, or with "rollback" if
                 there is no checkpoint or no rollback left.
-            LostProcessError: If another process was lost, and this one cannot go on without it.
+            LostProcessError: If another process was lost, and this one cannot continue without it.
         """
         run, state = self.run, self.run.state
         starts = state.step == 0 and self.checkpoints.resumed_from is None
@@ -193,7 +193,7 @@ class TrainingLoop:
         if saver.failed:
             kept = f", but {saver.error()}"
         logger.warning(
-            "left at step %d of %d%s; train(resume_from_checkpoint=True) goes on", run.state.step, run.total_steps, kept
+            "left at step %d of %d%s; train(resume_from_checkpoint=True) resumes", run.state.step, run.total_steps, kept
         )
         if run.requests.signal is not None:
             signal.raise_signal(run.requests.signal)
@@ -243,7 +243,7 @@ class TrainingLoop:
         requests.evaluate = requests.evaluate or is_due("evaluate")
 
     def _open(self, has_regrouped: bool, bad: NonFiniteError | None) -> None:
-        """Begin or go on to train; after a non-finite step, from a checkpoint."""
+        """Begin or continue training; after a non-finite step, from a checkpoint."""
         if bad is not None:
             self._roll_back(bad)
         elif has_regrouped:
@@ -306,7 +306,7 @@ class TrainingLoop:
         raise NewcomersReadyError("others are ready to join")
 
     def _regroup(self, end: LostProcessError | NewcomersReadyError) -> None:
-        """Go on after a loss of other processes with those that are left, or with those that join."""
+        """Continue after a loss of other processes with those that are left, or with those that join."""
         run, parts, old = self.run, self._regrouping, self._step
         parts.is_whole = parts.is_whole and not old.has_changed_weights
         step_begun = None

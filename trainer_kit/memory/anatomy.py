@@ -98,8 +98,8 @@ class Anatomy:
         """
         others = measured.components if measured else ()
         found = {component.name for component in (*self.components, *others)}
-        beside = "measured" if measured else None
-        lines = [_line("", "memory", beside, "per weight", "what")]
+        second = "measured" if measured else None
+        lines = [_line("", "memory", second, "per weight", "what")]
         for name in KINDS:
             if name in found:
                 other = measured.nbytes(name) if measured else None
@@ -123,5 +123,5 @@ class Anatomy:
 
 
 def _line(name: str, memory: str, measured: str | None, each: str, what: str) -> str:
-    beside = "" if measured is None else f"{measured:>13}"
-    return f"{name:<12}{memory:>12}{beside}{each:>12}  {what}".rstrip()
+    second = "" if measured is None else f"{measured:>13}"
+    return f"{name:<12}{memory:>12}{second}{each:>12}  {what}".rstrip()

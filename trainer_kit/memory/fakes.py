@@ -142,8 +142,8 @@ def _with_fakes(func: Any, args: Any, kwargs: Any) -> Any:
         ) from error
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         output, *states, _ = result
-        numbers, beside = _KEPT_BY_LSTM
-        kept = output.new_empty(output.numel() * (numbers * output.itemsize + beside), dtype=torch.uint8)
+        numbers, extra = _KEPT_BY_LSTM
+        kept = output.new_empty(output.numel() * (numbers * output.itemsize + extra), dtype=torch.uint8)
         return output, *states, kept
     return result
 

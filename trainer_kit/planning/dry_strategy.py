@@ -81,11 +81,11 @@ def schedule_only(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
     """Collect the messages of `warnings` and of the log in this context instead of showing them, without repeats."""
-    told: list[str] = []
+    messages: list[str] = []
 
     def hear(sentence: str) -> None:
-        if sentence not in told:
-            told.append(sentence)
+        if sentence not in messages:
+            messages.append(sentence)
 
     listener = _LogListener(hear)
     handlers, propagates = logger.handlers, logger.propagate
@@ -93,7 +93,7 @@ def heard() -> Iterator[list[str]]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield told
+            yield messages
     finally:
         logger.handlers, logger.propagate = handlers, propagates
         for each in caught:

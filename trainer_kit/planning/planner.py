@@ -50,11 +50,11 @@ def make_training_plan(
         num_processes: Number of processes to plan for; None for the real one.
     """
     device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
-    with heard() as told, generators_kept(device):
+    with heard() as messages, generators_kept(device):
         stage = Stage(subject.run.strategy, num_processes, device)
         rehearsal = _Rehearsal(subject, stage, resume_from_checkpoint)
         plan = rehearsal.plan()
-    return dataclasses.replace(plan, warnings=tuple(dict.fromkeys([*plan.warnings, *told])))
+    return dataclasses.replace(plan, warnings=tuple(dict.fromkeys([*plan.warnings, *messages])))
 
 
 class _Rehearsal:
@@ -217,11 +217,11 @@ class _Rehearsal:
         strategy, stage, args = self.strategy, self.stage, self.run.args
         assert strategy.precision is not None
         mode = strategy.precision.mode
-        told = f"mixed_precision={mode!r}"
+        source = f"mixed_precision={mode!r}"
         if mode != args.mixed_precision:
-            told = "the strategy was given with it"
+            source = "the strategy was given with it"
         elif mode != "no" and mode == environment.mixed_precision():
-            told += ", as the launcher set it"
+            source += ", as the launcher set it"
         reason = strategy.reason
         if stage.world_size != strategy.world_size:
             reason += f"; planned as if {stage.world_size} processes were launched"
@@ -230,7 +230,7 @@ class _Rehearsal:
             str(strategy.device),
             reason,
             "no autocast" if mode == "no" else f"{mode} by autocast",
-            told,
+            source,
             weights_dtype(self.run.model),
         )
 

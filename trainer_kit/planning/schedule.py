@@ -154,10 +154,10 @@ class Rates:
 
 def _lengths(scheduler: Any) -> Iterator[tuple[str, int]]:
     """Yield the names and values of a scheduler's lengths in steps, as far as it exposes them."""
-    told = dict(vars(scheduler))
+    exposed = dict(vars(scheduler))
     for factor in getattr(scheduler, "lr_lambdas", ()):  # transformers' schedules are functools.partial objects
-        told |= factor.keywords if isinstance(factor, functools.partial) else {}
-    milestones = told.get("_milestones") or told.get("milestones") or ()
-    yield from ((name, told[name]) for name in _LENGTHS if isinstance(told.get(name), int))
+        exposed |= factor.keywords if isinstance(factor, functools.partial) else {}
+    milestones = exposed.get("_milestones") or exposed.get("milestones") or ()
+    yield from ((name, exposed[name]) for name in _LENGTHS if isinstance(exposed.get(name), int))
     if milestones:
         yield "milestones up to", max(milestones)

@@ -53,7 +53,7 @@ class Ledger:
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
     "saving", "callback/NAME" for each callback, and "loop" for the rest. "regroup" is the time from the loss of another
-    process, or from the moment when others are ready to join, to that when this one goes on. "lost" is work that a
+    process, or from the moment when others are ready to join, to that when this one continues. "lost" is work that a
     restart or a rollback discards, from the checkpoint to the run's last record, and a step that is taken again: it did
     not fit into memory, or a process was lost in it. "down" is the time from that record to the next start.
 

@@ -40,7 +40,7 @@ def write_report(
     format = _format(output, format)
     folders = [run_dir, *compare]
     if len(folders) > RUNS:
-        raise ValueError(f"{len(folders)} runs cannot be told apart in one plot; compare at most {RUNS}")
+        raise ValueError(f"{len(folders)} runs cannot be distinguished in one plot; compare at most {RUNS}")
     histories = [RunHistory(folder) for folder in folders]
     path = Path(output) if output is not None else histories[0].path.parent / f"report.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)

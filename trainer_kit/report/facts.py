@@ -79,8 +79,9 @@ def _ended(end: LoggedEvent, where: str, is_short: bool) -> Status:
 
 def _unended(start: LoggedEvent, where: str) -> Status:
     """Return the status of a run without a recorded end; on this machine, the process shows whether it still runs."""
-    told = start.record.get("environment")
-    process = told.get("process") if isinstance(told, dict) and told.get("host") == socket.gethostname() else None
+    recorded = start.record.get("environment")
+    facts = recorded if isinstance(recorded, dict) else {}
+    process = facts.get("process") if facts.get("host") == socket.gethostname() else None
     if not isinstance(process, int):
         return Status("open", "no end recorded", f"{wording.capitalized(where)}: it still runs, or it was killed.")
     try:
@@ -151,14 +152,14 @@ def _throughput(history: RunHistory, timeline: Timeline | None) -> Figure | None
 
 def _memory(history: RunHistory, timeline: Timeline | None) -> Figure | None:
     values = history.curve("peak_memory_gib")[1]
-    told: Any = history.summary.get("peak_memory_gib")
-    peak = max(float(np.fmax.reduce(values, initial=-math.inf)), float(told) if is_finite(told) else -math.inf)
+    recorded: Any = history.summary.get("peak_memory_gib")
+    peak = max(float(np.fmax.reduce(values, initial=-math.inf)), float(recorded) if is_finite(recorded) else -math.inf)
     return Figure("Peak memory", wording.size(peak), "of one device") if math.isfinite(peak) else None
 
 
 def _goodput(history: RunHistory, timeline: Timeline | None) -> Figure | None:
-    told: Any = history.summary.get("goodput")
-    share: float | None = told if is_finite(told) else timeline.goodput if timeline is not None else None
+    recorded: Any = history.summary.get("goodput")
+    share: float | None = recorded if is_finite(recorded) else timeline.goodput if timeline is not None else None
     if share is None:
         return None
     mfu: Any = history.summary.get("mfu")
@@ -279,8 +280,8 @@ def notices(history: RunHistory) -> list[str]:
 
 def environment(history: RunHistory) -> list[tuple[str, str]]:
     """Return names and values of the run's environment."""
-    told = history.beginning.get("environment")
-    facts = dict(told) if isinstance(told, dict) else {}
+    recorded = history.beginning.get("environment")
+    facts = dict(recorded) if isinstance(recorded, dict) else {}
     facts.setdefault("trainer_kit", history.beginning.get("trainer_kit", "unknown"))
     return [(str(name), format_number(value)) for name, value in facts.items()]
 
@@ -298,9 +299,9 @@ def arguments(history: RunHistory) -> list[tuple[str, str, bool]]:
 
 def differing(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Return the arguments that differ between the runs, each with its values."""
-    told = [history.arguments for history in histories]
-    names = list(dict.fromkeys(name for arguments in told for name in arguments))
-    rows = [(name, [_shown(arguments[name]) if name in arguments else "-" for arguments in told]) for name in names]
+    known = [history.arguments for history in histories]
+    names = list(dict.fromkeys(name for arguments in known for name in arguments))
+    rows = [(name, [_shown(arguments[name]) if name in arguments else "-" for arguments in known]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 

@@ -205,8 +205,8 @@ class RunHistory:
     @functools.cached_property
     def beginning(self) -> Record:
         """Newest record with the arguments; empty if there is none."""
-        told = [event.record for event in self.events if isinstance(event.record.get("arguments"), dict)]
-        return told[-1] if told else {}
+        records = [event.record for event in self.events if isinstance(event.record.get("arguments"), dict)]
+        return records[-1] if records else {}
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trainer_kit.utils.units import format_count, format_duration, join_names
 
 TRAINING, MISSING, STILL = "training", "missing", "standing still"
 
-_TOLD = 5
+_DESCRIBED = 5
 _ROWS = 50
 
 
@@ -141,14 +141,14 @@ class MachineBand:
         """Describe the plot in sentences, as its text alternative."""
         first = format_count(self._count(self.changes[0].entry, before=True), self.noun)
         sentences = [f"{first} at first."]
-        for change in self.changes[:_TOLD]:
+        for change in self.changes[:_DESCRIBED]:
             what = _what(change.entry)
             sentences.append(
                 f"{format_duration(change.second)} after the beginning, from step {change.step:,} on: "
                 f"{format_count(self._count(change.entry), self.noun)}{f', {what}' if what else ''}."
             )
-        if len(self.changes) > _TOLD:
-            sentences.append(f"And {len(self.changes) - _TOLD:,} more changes.")
+        if len(self.changes) > _DESCRIBED:
+            sentences.append(f"And {len(self.changes) - _DESCRIBED:,} more changes.")
         sentences.append(f"{wording.percent(self.missing)} of their time is missing.")
         return " ".join(sentences)
 

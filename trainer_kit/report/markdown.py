@@ -70,8 +70,8 @@ def _summary(histories: Sequence[RunHistory], names: Sequence[str], timelines: S
     columns = []
     for state, run in zip(states, figures, strict=True):
         by_name = {each.name: f"{each.value} ({each.note})" if each.note else each.value for each in run}
-        told = f"{state.word}: {state.sentence}" if state.sentence else state.word
-        columns.append([told, *(by_name.get(head, "-") for head in heads)])
+        status = f"{state.word}: {state.sentence}" if state.sentence else state.word
+        columns.append([status, *(by_name.get(head, "-") for head in heads)])
     body = [[head, *cells] for head, *cells in zip(["Status", *heads], *columns, strict=True)]
     table = _table(Table(["", *names], body, len(body)))
     notices = [

@@ -211,8 +211,8 @@ def _arguments(runs: _Runs) -> Section | None:
 
 
 def _environment(runs: _Runs) -> Section | None:
-    told = [dict(facts.environment(history)) for history in runs.histories]
-    names = list(dict.fromkeys(name for each in told for name in each))
-    rows = [[name, *(each.get(name, "-") for each in told)] for name in names]
+    environments = [dict(facts.environment(history)) for history in runs.histories]
+    names = list(dict.fromkeys(name for each in environments for name in each))
+    rows = [[name, *(each.get(name, "-") for each in environments)] for name in names]
     head = ["", *(["Value"] if runs.is_one else runs.names)]
     return Section("environment", "Environment", blocks.table(Table(head, rows, len(rows)), "Environment"))

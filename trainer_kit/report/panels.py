@@ -116,10 +116,10 @@ class Panel:
     def _description_of(self, series: Series) -> str:
         drawn = series.finite()
         missing = len(series.values) - len(drawn.values)
-        told = f" {format_count(missing, 'value')} not finite." if missing else ""
+        gaps = f" {format_count(missing, 'value')} not finite." if missing else ""
         label = "" if len(self.series) == 1 and series.label == self.title else f"{series.label}: "
         if not len(drawn.values):
-            return f"{label}no finite value.{told}"
+            return f"{label}no finite value.{gaps}"
         facts = [self._at(drawn, len(drawn.values) - 1, "last")]
         if len(drawn.values) > 1:
             facts.insert(0, self._at(drawn, 0, "first"))
@@ -127,7 +127,7 @@ class Panel:
             facts.append(self._at(drawn, int(np.argmax(drawn.values)), "greatest"))
         if series.best is not None:
             facts.append(self._at(drawn, int(np.flatnonzero(drawn.steps == series.best)[0]), "best"))
-        return f"{label}{', '.join(facts)}.{told}"
+        return f"{label}{', '.join(facts)}.{gaps}"
 
     def _at(self, series: Series, index: int, what: str) -> str:
         return f"{what} {self.word(float(series.values[index]))} at step {series.steps[index]:,.0f}"

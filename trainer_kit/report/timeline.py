@@ -21,7 +21,7 @@ SHOWN = (
 """Activities that the timeline distinguishes, from bottom to top."""
 
 _KINDS = {"rollback": "rollback", "start": "restart"}
-_TOLD = 5
+_DESCRIBED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +149,14 @@ class Timeline:
         """Describe the plot in sentences, as its text alternative."""
         longest = sorted(self.totals.items(), key=lambda item: -item[1])[:4]
         parts = join_names(f"{name} {wording.percent(value / self.wall)}" for name, value in longest)
-        told = [f"Wall time of {format_duration(self.wall)}, most of it on {parts}."]
-        for mark in self.marks[:_TOLD]:
-            told.append(
+        sentences = [f"Wall time of {format_duration(self.wall)}, most of it on {parts}."]
+        for mark in self.marks[:_DESCRIBED]:
+            sentences.append(
                 f"A {mark.kind} {format_duration(mark.second)} after the beginning, resuming from step {mark.step:,}."
             )
-        if len(self.marks) > _TOLD:
-            told.append(f"And {len(self.marks) - _TOLD:,} more of them.")
-        return " ".join(told)
+        if len(self.marks) > _DESCRIBED:
+            sentences.append(f"And {len(self.marks) - _DESCRIBED:,} more of them.")
+        return " ".join(sentences)
 
 
 def _record_spans(history: RunHistory) -> _Spans:
@@ -164,7 +164,7 @@ def _record_spans(history: RunHistory) -> _Spans:
     names = [name for name in history.names if name.startswith(SECONDS) and _passes(name)]
     seconds = {name.removeprefix(SECONDS): np.nan_to_num(history.column(name)) for name in names}
     ends = np.maximum.accumulate(history.column("time"))
-    told = np.sum([*seconds.values()], axis=0) if seconds else np.zeros(len(ends))
+    recorded = np.sum([*seconds.values()], axis=0) if seconds else np.zeros(len(ends))
     begins = np.concatenate([[-math.inf], ends])[:-1]
     firsts = np.searchsorted(history.places, [event.place for event in history.starts])
     for start, first in zip(history.starts, firsts, strict=True):
@@ -172,9 +172,9 @@ def _record_spans(history: RunHistory) -> _Spans:
             begins[first] = min(start.time, ends[first])  # earlier time belongs to no record
     begins = np.where(np.isfinite(begins), begins, ends)
     room = ends - begins
-    scale = np.where(history.kept, np.minimum(1.0, room / np.maximum(told, 1e-9)), 0.0)
+    scale = np.where(history.kept, np.minimum(1.0, room / np.maximum(recorded, 1e-9)), 0.0)
     seconds = {name: values * scale for name, values in seconds.items()}
-    seconds[UNKNOWN] = np.where(history.kept, room - told * scale, 0.0)
+    seconds[UNKNOWN] = np.where(history.kept, room - recorded * scale, 0.0)
     seconds[LOST] = np.where(history.kept, 0.0, room)  # time of repeated steps
     return _Spans(begins, ends, seconds)
 
@@ -201,8 +201,8 @@ def _other_spans(history: RunHistory, spans: _Spans) -> list[tuple[float, float,
 def _rest(history: RunHistory, spans: _Spans, room: float) -> dict[str, float]:
     """Divide the time after the last regular record by the difference of the summary and the records."""
     totals = {name: total for name, total in _ledger(history.summary).items() if _passes(name) and name != "setup"}
-    told = {name: float(seconds.sum()) for name, seconds in spans.seconds.items()}
-    more = {name: max(0.0, total - told.get(name, 0.0)) for name, total in totals.items()}
+    recorded = {name: float(seconds.sum()) for name, seconds in spans.seconds.items()}
+    more = {name: max(0.0, total - recorded.get(name, 0.0)) for name, total in totals.items()}
     scale = min(1.0, room / max(sum(more.values()), 1e-9))
     rest = {name: seconds * scale for name, seconds in more.items()}
     return {**rest, UNKNOWN: room - sum(rest.values())}

@@ -138,7 +138,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 class _ReplacedForward:
-    """A callable in the place of a module's `forward`; a copy of the module has a copy of it.
+    """A callable in place of a module's `forward`; a copy of the module has a copy of it.
 
     Args:
         module: The module.

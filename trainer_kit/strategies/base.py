@@ -117,7 +117,7 @@ class Strategy:
 
     @property
     def regroupable(self) -> Regroupable | None:
-        """This strategy if its processes can go on after a loss of others; None if new ones have to resume."""
+        """This strategy if its processes can continue after a loss of others; None if new ones have to resume."""
         return None
 
     def seed(self, value: int) -> None:

@@ -88,7 +88,7 @@ class Collectives:
         """Return votes of all processes, to be closed by the caller. Collective.
 
         Args:
-            runs_ahead: Whether a vote should go on while its caller computes, if it can.
+            runs_ahead: Whether a vote should continue while its caller computes, if it can.
         """
         return Vote(self.all_reduce_ints)
 

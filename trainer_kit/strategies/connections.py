@@ -52,7 +52,7 @@ class Connections:
         return copied
 
     def break_off(self) -> None:
-        """Shut the connections down, so that what waits here and on their other ends fails at once."""
+        """Shut the connections down, so that what waits here and on their other ends fails immediately."""
         for number, name in self._sockets.items():
             with contextlib.suppress(OSError), _socket_of(number) as connection:
                 if _name(number) == name:  # not another file's number by now

@@ -61,7 +61,7 @@ class DDP(SingleDevice, Regroupable):
             None: no hook.
         sync_batch_norm: Whether batch norms compute statistics over all processes (NVIDIA GPUs only).
         heartbeat_timeout: Seconds after which a process that does not answer counts as lost; None: 30, or 12 where the
-            launcher goes on without lost machines.
+            launcher continues without lost machines.
         device: Device of this process; None: one GPU for each process if there are GPUs, else the CPU.
         precision: See `Strategy`.
 

@@ -81,7 +81,7 @@ class ProcessCollectives(Collectives):
     def read_scalars(self, scalars: Sequence[torch.Tensor], summed: bool = False) -> list[float]:
         if self.is_alone or not (summed and scalars):
             return super().read_scalars(scalars)
-        # Gathered, so that the bits do not depend on how many are read at once: a reduction's order does.
+        # Gathered, so that the bits do not depend on how many are read together: a reduction's order does.
         shares: list[list[float]] = torch.stack(self._all_gather(torch.stack([*scalars]))).tolist()
         return [sum(column) for column in zip(*self.once_a_reader(shares), strict=True)]
 

@@ -175,7 +175,7 @@ class ProcessGroup:
         patience: Seconds after which a process that does not answer counts as lost.
 
     Attributes:
-        goes_on: Whether the caller goes on after a loss, so that nobody waits for an explanation of it.
+        goes_on: Whether the caller continues after a loss, so that no process waits for an explanation of it.
         is_newcomer: Whether this process prepares its training alone, until it joins the others.
     """
 
@@ -281,7 +281,7 @@ class ProcessGroup:
             raise LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error)) from error
 
     def watch(self) -> Callable[[], None]:
-        """Return a check for work without collectives, to be called often, where a lost process raises at once.
+        """Return a check for work without collectives, to be called often, where a lost process raises immediately.
 
         Raises:
             LostProcessError: By the check, if another process has ended or does not answer.

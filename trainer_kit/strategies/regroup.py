@@ -23,7 +23,7 @@ class Regroupable(Protocol):
         """
 
     def expect_regroup(self, is_expected: bool) -> None:
-        """Choose whether a lost process raises at once, without a search for the cause."""
+        """Choose whether a lost process raises immediately, without a search for the cause."""
 
     def keep_buffers(self) -> None:
         """Keep a copy of the model's persistent buffers, which the step changes, if a regroup is expected."""

@@ -68,7 +68,7 @@ class Session:
                 new.write_text(f"{step}\n")
                 os.replace(new, path)
             except OSError as error:
-                logger.warning("the launcher could not be told of the checkpoint of step %d: %s", step, error)
+                logger.warning("could not report the checkpoint of step %d to the launcher: %s", step, error)
 
     def ask_for_replacement(self) -> None:
         """Ask this machine's launcher to let a waiting machine take its place; the launcher decides."""
@@ -93,7 +93,7 @@ class Session:
             try:
                 report_claim(Path(path), membership.number, is_held)
             except OSError as error:
-                logger.warning("the launcher could not be told who holds the output folder: %s", error)
+                logger.warning("could not report to the launcher who holds the output folder: %s", error)
 
     def fetch_checkpoint(self, directory: Path) -> Path:
         """Return the main process's folder, or a copy of it if this process cannot read it. Collective."""

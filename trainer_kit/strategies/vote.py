@@ -1,4 +1,4 @@
-"""`Vote`: sums of a few integers over all processes, which may be computed while the caller goes on."""
+"""`Vote`: sums of a few integers over all processes, which may be computed while the caller continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Vote:
         all_reduce_ints: Returns integers summed over all processes.
 
     Attributes:
-        runs_ahead: Whether the exchange begins with `begin` and goes on while the caller computes.
+        runs_ahead: Whether the exchange begins with `begin` and continues while the caller computes.
     """
 
     runs_ahead = False

@@ -234,13 +234,13 @@ class _Operations(TorchDispatchMode):
 
 def _frames_of_the_user(error: BaseException) -> traceback.TracebackException:
     """Return an error's traceback, and those of its causes, without frames of torch and trainer_kit."""
-    told = traceback.TracebackException.from_exception(error)
-    each: traceback.TracebackException | None = told
+    shown = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = shown
     while each is not None:
         kept = [frame for frame in each.stack if not frame.filename.startswith(_OWN)]
         each.stack = traceback.StackSummary.from_list(kept)
         each = each.__cause__ or each.__context__
-    return told
+    return shown
 
 
 def _line(operation: str) -> str:

@@ -71,7 +71,7 @@ class MembershipClaim:
         if place.needs_claim and not goes_on and not self._path(place.after).exists():
             raise CutOffError(
                 f"{self.argument}={str(self.folder)!r} is not the folder of the last main process, so that the other "
-                "machines may be going on there; make it one that all machines share"
+                "machines may still be training there; make it one that all machines share"
             )
         content = json.dumps({"run": place.run, "membership": place.number, "host": socket.gethostname()})
         try:
@@ -102,8 +102,8 @@ class MembershipClaim:
     def _refuse(self, number: int) -> None:
         if number > self.place.after:
             raise CutOffError(
-                f"{self.argument}={str(self.folder)!r} belongs to membership {number} of this run: other machines go "
-                "on without this one; start it again to join them"
+                f"{self.argument}={str(self.folder)!r} belongs to membership {number} of this run: other "
+                "machines continue without this one; start it again to join them"
             )
 
     def _after(self, number: int) -> int:

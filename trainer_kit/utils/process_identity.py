@@ -1,4 +1,4 @@
-"""Who and where a process is: its user, its system, and the start that tells it from a later process of its number."""
+"""Identity of a process: its user, its system, and its start, which no later process with its number shares."""
 
 from __future__ import annotations
 

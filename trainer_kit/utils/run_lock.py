@@ -125,7 +125,7 @@ class RunLock:
             if lives is None:
                 if seen is watched.first:
                     logger.warning(
-                        "%s is held by %s; waiting to see whether it goes on (after %.0f s without a sign of life it "
+                        "%s is held by %s; waiting to see whether it continues (after %.0f s without a sign of life it "
                         "counts as dead)", self.folder, seen.name, watched.patience,
                     )  # fmt: skip
                 time.sleep(_LOOK_SECONDS)
@@ -182,7 +182,7 @@ class RunLock:
         """
         if self._taken_by is not None:
             silent = f"this process gave no sign of life for {format_duration(DEAD_AFTER)}"
-            reason = silent if self._claim is None else "the other machines go on without this one"
+            reason = silent if self._claim is None else "the other machines continue without this one"
             raise FolderInUseError(
                 f"{self.folder} was taken over by {self._taken_by}, since {reason}; nothing more is written there"
             )
@@ -291,7 +291,7 @@ class RunLock:
         if holder is not None and holder.process == os.getpid() and _is_here(holder):
             remedy = f"that is this process; wait for that training, or give another {self.argument}"
         elif holder is not None and _is_here(holder) and is_stopped(holder.process):
-            remedy = f"it is stopped: kill -CONT {holder.process} lets it go on, kill -KILL {holder.process} ends it"
+            remedy = f"it is stopped: kill -CONT {holder.process} lets it continue, kill -KILL {holder.process} ends it"
         return f"{self.argument}={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
 
 

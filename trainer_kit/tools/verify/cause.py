@@ -125,11 +125,11 @@ def _other_batch(evidence: Evidence) -> Cause:
     if _is_stream(evidence):
         what = "the stream gave another batch"
         if _are_known_samples(evidence) or (suspects and not generators):
-            told = (
+            details = (
                 f", and {_have(suspects)} another value after the resume than in the straight run" if suspects else ""
             )
             remedy = "let its order follow from a seed, and its state_dict() tell how far it was read"
-            return Cause("data order", f"{what}{told}{when}; {remedy}")
+            return Cause("data order", f"{what}{details}{when}; {remedy}")
     else:
         what = "the same sample ids gave another batch"
         if _are_known_samples(evidence):
@@ -175,8 +175,8 @@ def _not_reproducible(evidence: Evidence) -> Cause:
     if evidence.difference.part == "states":
         return Cause(
             "a state that depends on the clock or the machine",
-            f"{_owner(evidence.difference)} differs though model and optimizer are equal, and it does so in two runs "
-            "that nobody stopped: keep in it only what follows from the training, no times, speeds, memory or paths",
+            f"{_owner(evidence.difference)} differs though model and optimizer are equal, and it does so in two "
+            "uninterrupted runs: keep in it only what follows from the training, no times, speeds, memory or paths",
         )
     return Cause(
         "nondeterministic kernel",
@@ -195,11 +195,11 @@ def _not_restored(evidence: Evidence) -> Cause:
             "fit, and change nothing that counts in on_save or on_train_begin",
         )
     suspects = evidence.suspects(_LISTENERS)
-    told = f"; {_have(suspects)} another value than in the straight run" if suspects else ""
+    details = f"; {_have(suspects)} another value than in the straight run" if suspects else ""
     return Cause(
         "a state that does not come back",
-        "the resumed run begins otherwise than the straight run went on: something changes it after the checkpoint "
-        f"was made or loaded, such as a callback in on_save or on_train_begin{told}",
+        "the resumed run begins otherwise than the straight run continued: something changes it after the checkpoint "
+        f"was made or loaded, such as a callback in on_save or on_train_begin{details}",
     )
 
 

@@ -114,7 +114,7 @@ class Verification:
             difference = _other_end(straight, stopped)
         if difference is not None:
             return self._explained(begun, difference, straight, stopped, stopped)
-        assert max(stopped.lines[0]) < kill.step, "it went on after SIGKILL"
+        assert max(stopped.lines[0]) < kill.step, "it continued after SIGKILL"
         moment = MOMENTS[kill.moment] + (f", process {kill.rank}" if self.processes > 1 else "")
         self.say(f"killed in step {kill.step}, {moment}; the checkpoint is of step {save_at}")
         # A real restart draws other random numbers before its training than the previous start.
