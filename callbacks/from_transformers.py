@@ -75,7 +75,10 @@ class _Adapter(Callback):
                 setattr(self, hook, functools.partial(self._call, hook))
 
     def on_init_end(self, run: Run) -> None:
-        if run.strategy.collectives.is_local_main:  # transformers' Trainer has made it by now
+        from transformers import TrainerCallback
+
+        listens = type(self.callback).on_init_end is not TrainerCallback.on_init_end
+        if listens and run.strategy.collectives.is_local_main:  # transformers' Trainer has made the folder by now
             with contextlib.suppress(OSError):
                 Path(run.args.output_dir).mkdir(parents=True, exist_ok=True)
         self._call("on_init_end", run)

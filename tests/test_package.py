@@ -129,7 +129,8 @@ def test_no_module_imports_a_heavy_package() -> None:
         "    importlib.import_module(name)\n"
         "print([name for name in sys.argv[1:4] if name in sys.modules])"
     )
-    assert python(script, *HEAVY, *modules()).strip() == "[]"
+    adapter = "trainer_kit.callbacks.transformers_arguments"  # its class is a subclass of one of transformers
+    assert python(script, *HEAVY, *(name for name in modules() if name != adapter)).strip() == "[]"
 
 
 @pytest.fixture(params=["link", "text file", "no link"])
