@@ -64,21 +64,19 @@ class _Adapter(Callback):
     priority = 100
 
     def __init__(self, callback: TrainerCallback) -> None:
-        from transformers import TrainerCallback, TrainerControl, TrainerState
+        from transformers import TrainerControl, TrainerState
 
         self.callback = callback
         self._state = TrainerState()
         self._control = TrainerControl()
         self._args: LiveArguments | None = None
         for hook in _FREQUENT:
-            if getattr(type(callback), hook) is not getattr(TrainerCallback, hook):
+            if self._listens_to(hook):
                 setattr(self, hook, functools.partial(self._call, hook))
 
     def on_init_end(self, run: Run) -> None:
-        from transformers import TrainerCallback
-
-        listens = type(self.callback).on_init_end is not TrainerCallback.on_init_end
-        if listens and run.strategy.collectives.is_local_main:  # transformers' Trainer has made the folder by now
+        # transformers' Trainer has made the folder by now.
+        if self._listens_to("on_init_end") and run.strategy.collectives.is_local_main:
             with contextlib.suppress(OSError):
                 Path(run.args.output_dir).mkdir(parents=True, exist_ok=True)
         self._call("on_init_end", run)
@@ -132,6 +130,11 @@ class _Adapter(Callback):
         self._state.best_model_checkpoint = state_dict["best_model_checkpoint"]
         for name, value in state_dict.get("attributes", {}).items():
             setattr(self.callback, name, value)
+
+    def _listens_to(self, hook: str) -> bool:
+        from transformers import TrainerCallback
+
+        return getattr(type(self.callback), hook) is not getattr(TrainerCallback, hook)
 
     def _log(self, run: Run, values: dict[str, Any]) -> None:
         logs = {name: value for name, value in values.items() if name != "step"}

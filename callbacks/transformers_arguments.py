@@ -84,14 +84,8 @@ class LiveArguments(TrainingArguments):
         """Let the main process, or that of each machine, run the block before the others."""
         self.run.strategy.setup()  # before training too
         collectives = self.run.strategy.collectives
-        is_first = collectives.is_local_main if local else collectives.is_main
-        if not is_first:
-            collectives.barrier()
-        try:
+        with collectives.going_first(collectives.is_local_main if local else collectives.is_main):
             yield
-        finally:
-            if is_first:
-                collectives.barrier()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         return warmup_length(self.run.args, num_training_steps)
@@ -146,24 +140,24 @@ def _is_mixed(mode: str) -> Callable[[Run], bool]:
     return lambda run: (run.strategy.precision.mode if run.strategy.precision else run.args.mixed_precision) == mode
 
 
-def _option(setting: str, key: str | None = None) -> Callable[[Run], Any]:
-    """Return the reader of the options that a setting has if it is a dict, or of one of them."""
+def _compilation(option: str) -> Callable[[Run], Any]:
+    """Return the reader of an option of `torch_compile`; None without it."""
 
     def read(run: Run) -> Any:
-        options = getattr(run.args, setting)
-        options = options if isinstance(options, dict) else None
-        return options if key is None else (options or {}).get(key)
+        setting = run.args.torch_compile
+        return None if setting is False else getattr(CompileOptions.read(setting), option)
 
     return read
+
+
+def _recomputation(run: Run) -> dict[str, Any] | None:
+    setting = run.args.gradient_checkpointing
+    return setting if isinstance(setting, dict) else None
 
 
 def _replicas(option: str) -> Callable[[Run], Any]:
     """Return the reader of an option of the strategy for replicas; None on others."""
     return lambda run: getattr(run.strategy, "options", {}).get(option)
-
-
-def _compiler(run: Run) -> str | None:
-    return None if run.args.torch_compile is False else CompileOptions.read(run.args.torch_compile).backend
 
 
 def _timeout(run: Run) -> float:
@@ -186,14 +180,12 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "fp16": _is_mixed("fp16"),
     "tf32": lambda run: {"high": True, "highest": False}.get(str(run.args.float32_matmul_precision)),
     "torch_compile": lambda run: run.args.torch_compile is not False,
-    "torch_compile_backend": _compiler,
-    "torch_compile_mode": _option("torch_compile", "mode"),
+    "torch_compile_backend": _compilation("backend"),
+    "torch_compile_mode": _compilation("mode"),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing"), lambda run: run.args.gradient_checkpointing is not False
     ),
-    **dict.fromkeys(
-        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), _option("gradient_checkpointing")
-    ),
+    **dict.fromkeys(("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), _recomputation),
     "warmup_steps": lambda run: run.args.warmup_steps or run.args.warmup_ratio,
     "per_device_eval_batch_size": lambda run: run.args.eval_batch_size,
     "report_to": lambda run: reporters_as_data(run.args.report_to),

@@ -9,7 +9,7 @@ _KINDS = {
     "wide": re.compile(r'<div class="wide"'),
     "commands": re.compile(r'<h1 id="command-line">'),
 }
-_HEAD = re.compile(r"<table>(?=\s*<thead>\s*<tr>(?:(?!</tr>).)*</tr>)", re.DOTALL)
+_HEAD = re.compile(r"<table>(\s*<thead>\s*<tr>.*?</tr>)", re.DOTALL)
 _MANY = 7
 """Columns from which each is narrow."""
 
@@ -26,5 +26,5 @@ def with_marked_layout(page: str) -> str:
 
 
 def _marked(table: re.Match[str]) -> str:
-    row = table.string[table.end() : table.string.index("</tr>", table.end())]
-    return '<table data-columns="many">' if row.count("<th") - row.count("<thead") >= _MANY else table[0]
+    columns = len(re.findall(r"<th[ >]", table[1]))
+    return f'<table data-columns="many">{table[1]}' if columns >= _MANY else table[0]

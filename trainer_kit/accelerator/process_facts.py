@@ -135,24 +135,14 @@ class ProcessFacts:
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Let the main process run the block before all others, for example to fill a cache."""
-        with self._first(self.is_main_process):
+        with self.strategy.collectives.going_first(self.is_main_process):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Let the first process of each machine run the block before the others."""
-        with self._first(self.is_local_main_process):
+        with self.strategy.collectives.going_first(self.is_local_main_process):
             yield
-
-    @contextlib.contextmanager
-    def _first(self, is_first: bool) -> Iterator[None]:
-        if not is_first:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            if is_first:
-                self.wait_for_everyone()
 
     def wait_for_everyone(self) -> None:
         """Wait until all processes have arrived. Collective."""

@@ -104,8 +104,8 @@ def _generation(value: Any) -> Fields | Refusal:
 
 
 def _reporters(value: Any) -> Fields | Refusal:
-    names = [plain(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
-    names = [name for name in names if isinstance(name, str)]
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    names = [name for name in map(plain, entries) if isinstance(name, str)]
     for name in names:
         if name in OTHER_TRACKERS:
             return Refusal(OTHER_TRACKERS[name])

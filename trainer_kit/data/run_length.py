@@ -118,7 +118,7 @@ def _epochs_of(loader: TrainLoader | StreamLoader, state: TrainState, last_step:
         rest, epoch = rest - left, epoch + 1
         left = loader.steps_left(epoch, 0)
     usual = loader.steps_left(max(epoch, last_cut + 1), 0)
-    return epoch + 1 + (rest - left) / usual if usual else math.inf
+    return ((epoch + 1) * usual + rest - left) / usual if usual else math.inf
 
 
 def _steps_of(loader: TrainLoader | StreamLoader, epochs: float) -> int:

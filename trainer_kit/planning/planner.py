@@ -200,9 +200,7 @@ class _Rehearsal:
     def _steps(self, cadence: Cadence) -> sections.StepsSection:
         loader, first, last = self.loader, self.run.state.step, self.run.total_steps
         per_epoch = loader.steps_left(self.run.state.epoch + 1, 0) if loader.epoch_length else None
-        epochs = None
-        if per_epoch is not None:
-            epochs = last / per_epoch if self.run.args.max_steps > 0 else self.run.args.num_train_epochs
+        epochs = self.run.total_epochs if loader.epoch_length else None
         rest = loader.epoch_length % loader.layout.global_batch_size
         left, samples = max(0, last - first), cadence.samples
         return sections.StepsSection(first, last, left, samples, per_epoch, epochs, rest or None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -127,6 +128,17 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
+
+    @contextlib.contextmanager
+    def going_first(self, is_first: bool) -> Iterator[None]:
+        """Let the processes for which `is_first` is True run the block before the others. Collective."""
+        if not is_first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.barrier()
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` on the main process only, and return its result or raise its error on all processes."""

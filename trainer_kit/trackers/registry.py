@@ -48,9 +48,9 @@ def check_name(name: str, setting: str) -> None:
         ValueError: If no tracker has the name.
         ImportError: If its package is not installed.
     """
-    if name not in TRACKERS and name in OTHER_TRACKERS:
-        raise ValueError(f"{setting}={name!r} is not allowed; {OTHER_TRACKERS[name]}")
     if name not in TRACKERS:
+        if name in OTHER_TRACKERS:
+            raise ValueError(f"{setting}={name!r} is not allowed; {OTHER_TRACKERS[name]}")
         raise ValueError(
             f"{setting}={name!r} is not known; use {', '.join(map(repr, TRACKERS))}, or an object with "
             "log(values, step), such as a subclass of trainer_kit.trackers.Tracker"
