@@ -12,12 +12,13 @@
 
 Each call sets the variables that torchrun sets, with a port of its own, and ends with the process group destroyed. An
 exception of a rank is raised here, the first one's, rather than the end of a process that waited for it. A call that
-does not end within `timeout` seconds ends the processes and fails.
+does not end within `timeout` seconds ends the processes and fails; before that they print the stacks of their threads.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
@@ -74,7 +75,7 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
         _start(world_size - len(_pool))
         port = free_port()
         for rank, process in enumerate(_pool[:world_size]):
-            process.begin(rank, world_size, port, function, args, kwargs)
+            process.begin(rank, world_size, port, timeout, function, args, kwargs)
         results = []
         for rank, process in enumerate(_pool[:world_size]):
             has_ended = any(not each.process.is_alive() for each in _pool)
@@ -103,7 +104,9 @@ class _Rank:
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process, self.connection = process, connection
 
-    def begin(self, rank: int, world_size: int, port: int, function: Callable[..., Any], *given: Any) -> None:
+    def begin(
+        self, rank: int, world_size: int, port: int, timeout: float, function: Callable[..., Any], *given: Any
+    ) -> None:
         place = {
             "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size,
             "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
@@ -111,7 +114,7 @@ class _Rank:
         environment = {name: str(value) for name, value in place.items()}
         home = str(sys.modules[function.__module__].__file__ or "")
         # Pickled here: a Connection's own way would share tensors by file descriptors.
-        work = (environment, function.__module__, home, function.__qualname__, *given)
+        work = (timeout, environment, function.__module__, home, function.__qualname__, *given)
         self.connection.send_bytes(pickle.dumps(work))
 
     def threads(self) -> int:
@@ -200,9 +203,10 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     while True:
         try:
-            environment, module, home, name, args, kwargs = pickle.loads(connection.recv_bytes())
+            timeout, environment, module, home, name, args, kwargs = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2))
         os.environ.update(environment)
         try:
             result: tuple[Any, ...] = ("returned", _function(module, home, name)(*args, **kwargs))
@@ -217,6 +221,7 @@ def _serve(port: int, parent: int, environment: dict[str, str]) -> None:
             pickle.loads(answer)
         except Exception as error:  # whatever its __reduce__ does
             answer = pickle.dumps(("raised", None, f"{error}: {result}"))
+        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(answer)
 
 
