@@ -33,7 +33,7 @@ class Inputs:
         taken: Share of failures that take the machine away. A guess.
         away: Mean seconds until it comes back, exponentially distributed. A guess.
         silent: Share of failures that break no connection. A guess.
-        noticed: Seconds until a silent one is noticed: `heartbeat_timeout` where machines may change.
+        noticed: Seconds until the others continue after a silent one, where machines may change.
         noticed_fixed: The same with `heartbeat_timeout` of its default and the time to explain it.
         person: Seconds until a person has started the run again. A guess.
         patience: Seconds for which a launcher waits for a machine: `--start-timeout`.
@@ -50,7 +50,7 @@ class Inputs:
     taken: float = 0.7
     away: float = HOUR
     silent: float = 0.15
-    noticed: float = 12.0
+    noticed: float = 23.0
     noticed_fixed: float = 35.0
     person: float = 2 * HOUR
     patience: float = 600.0

@@ -37,6 +37,8 @@ class PeerCopies(Callback):
     def __init__(self, every: int, folder: str | Path = "/dev/shm") -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"PeerCopies(every={every!r}) must be a number of steps of at least 1")
+        if not isinstance(folder, (str, Path)):
+            raise TypeError(f"PeerCopies(folder={folder!r}) must be the path of a folder in memory, such as '/dev/shm'")
         self.every = every
         self.folder = Path(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,7 +64,8 @@ class SlowProcesses(Callback):
     priority = 110
 
     def __init__(self, replace_from: float | None = None) -> None:
-        if replace_from is not None and not replace_from > 1:
+        is_ratio = isinstance(replace_from, (int, float)) and 1 < replace_from < math.inf
+        if replace_from is not None and not is_ratio:
             raise ValueError(f"replace_from={replace_from!r} must be a ratio above 1, such as 1.3")
         self.replace_from = replace_from
         self._step = 0  # at the last comparison

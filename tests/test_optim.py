@@ -24,6 +24,16 @@ from trainer_kit.optim import (
 from trainer_kit.utils.adafactor import UnscaledAdafactor
 
 
+def test_a_group_without_a_learning_rate_is_refused() -> None:
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"beta": 0.9})
+
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"^optimizer=Rateless has a parameter group without 'lr'"):
+        check_optimizer(Rateless(model.parameters()), model)
+
+
 class CustomRMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()

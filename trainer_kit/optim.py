@@ -115,7 +115,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
     Raises:
         TypeError: If it is not a `torch.optim.Optimizer`, or if its step needs a closure, as that of LBFGS or SAM does.
-        ValueError: If it has no parameter of the model, or is fused and has a parameter with gaps in memory.
+        ValueError: If it has no parameter of the model, a group without a learning rate, or is fused and has a
+            parameter with gaps in memory.
     """
     if isinstance(optimizer, type):
         name = optimizer.__name__
@@ -140,7 +141,33 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer holds no parameter of this {model_class(model).__name__}, so that nothing would be trained; "
             "make it from model.parameters()"
         )
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} has a parameter group without 'lr', which a schedule sets; give "
+            "each group an 'lr', or write the loop with Accelerator"
+        )
     check_fused(optimizer)
+
+
+def check_all_known(optimizer: torch.optim.Optimizer, model: nn.Module, known: Collection[str]) -> None:
+    """Check that an optimizer holds the parameters that a model has got since it was made.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model, after a forward pass.
+        known: Names of the parameters that the model had when the optimizer was made.
+
+    Raises:
+        ValueError: If there are new parameters that the optimizer does not hold.
+    """
+    new = {name: each for name, each in model.named_parameters() if name not in known and each.requires_grad}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if new else set()
+    if missing := [name for name, parameter in new.items() if parameter not in held]:
+        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ValueError(
+            f"the parameter {missing[0]!r}{others} of this {model_class(model).__name__} appeared after the optimizer "
+            "was made, which would never train it; create it in __init__, or run a forward pass before Trainer(...)"
+        )
 
 
 def check_fused(optimizer: torch.optim.Optimizer) -> None:

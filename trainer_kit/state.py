@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 class Stateful(Protocol):
     """An object that a checkpoint can save and restore.
 
-    The state is a tree of dicts, lists, tuples, tensors, numpy arrays, strings, numbers, booleans and None.
+    The state is a tree of dicts, lists, tuples, sets, deques, tensors, numpy arrays, strings, numbers, booleans and
+    None.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -20,6 +20,11 @@ def test_a_number_of_steps_is_needed(every: Any) -> None:
         PeerCopies(every)
 
 
+def test_a_folder_is_needed() -> None:
+    with pytest.raises(TypeError, match=r"^PeerCopies\(folder=None\) must be the path of a folder in memory"):
+        PeerCopies(5, folder=None)  # type: ignore[arg-type]
+
+
 def test_checkpoints_are_needed(tmp_path: Path) -> None:
     with pytest.raises(CallbackError, match="PeerCopies needs checkpoints to fall back on"):
         make_trainer(tmp_path, PeerCopies(2, tmp_path), save_strategy="no")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,9 +132,10 @@ def test_the_slow_machine_asks_for_its_replacement(
     assert (tmp_path / REPLACE).exists() == is_asked
 
 
-def test_a_ratio_that_all_processes_reach_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"replace_from=1\.0 must be a ratio above 1"):
-        SlowProcesses(replace_from=1.0)
+@pytest.mark.parametrize("ratio", [1.0, math.inf, math.nan, "1.5"])
+def test_a_ratio_that_all_processes_reach_or_none_is_refused(ratio: Any) -> None:
+    with pytest.raises(ValueError, match=f"^replace_from={re.escape(repr(ratio))} must be a ratio above 1"):
+        SlowProcesses(replace_from=ratio)
 
 
 class SlowOnOne(torch.utils.data.Dataset[Any]):

@@ -155,3 +155,39 @@ def test_a_resume_from_the_start_does_not_evaluate_again(tmp_path: Path) -> None
 def test_evaluations_without_a_dataset_are_warned_of(tmp_path: Path, changes: dict[str, Any], setting: str) -> None:
     with pytest.warns(UserWarning, match=f"{setting}.* has no effect without eval_dataset"):
         Trainer(Linear(), arguments(tmp_path, **changes), points())
+
+
+class Lazy(Linear):
+    """Creates a parameter in its first forward pass, or has it created."""
+
+    def create(self) -> None:
+        self.register_parameter("late", torch.nn.Parameter(torch.ones(())))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.create()
+        return super().forward(x, labels) + 0 * self.late
+
+
+def test_a_parameter_that_nothing_would_train_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^the parameter 'late' of this Lazy appeared after the optimizer was made"):
+        Trainer(Lazy(), arguments(tmp_path, max_steps=2), points()).train()
+
+
+@pytest.mark.parametrize("how", ["before", "by a callback", "frozen"])
+def test_a_parameter_that_is_trained_or_frozen_may_come_late(tmp_path: Path, how: str) -> None:
+    class Adds(Callback):
+        def on_train_begin(self, run: Run) -> None:
+            assert isinstance(run.model, Lazy)
+            run.model.create()
+            if how == "frozen":
+                run.model.late.requires_grad_(False)
+            else:
+                run.optimizer.param_groups[0]["params"].append(run.model.late)
+
+    model = Lazy()
+    if how == "before":
+        model.create()
+    callbacks = [] if how == "before" else [Adds()]
+    args = arguments(tmp_path, max_steps=2, lr_scheduler_type="constant", save_strategy="no")
+    assert Trainer(model, args, points(), callbacks=callbacks).train().global_step == 2

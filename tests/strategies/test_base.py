@@ -225,6 +225,21 @@ def test_gradients_are_cleared() -> None:
     assert all(parameter.grad is None for parameter in parameters)
 
 
+def test_an_optimizers_own_zero_grad_is_called_too() -> None:
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none: bool = False) -> None:
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    parameters = graded([1.0, 1.0])
+    optimizer = Counting(parameters, lr=0.1)
+    make_strategy().zero_grad(optimizer)
+    assert optimizer.calls == 1
+    assert all(parameter.grad is None for parameter in parameters)
+
+
 class Pair(NamedTuple):
     x: torch.Tensor
     name: str

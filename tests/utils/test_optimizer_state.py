@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,22 @@ class Lookahead(torch.optim.Optimizer):
         self.slow, self.count = list(state_dict["slow"]), state_dict["count"]
 
 
-@pytest.mark.parametrize("kind", [Both, Lookahead, Precise])
+class Delayed(torch.optim.Optimizer):
+    """Steps by the oldest of the last three gradients, which a deque holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                last = self.state[each].setdefault("last", deque(maxlen=3))
+                last.append(each.grad.clone())
+                each.sub_(group["lr"] * last[0])
+
+
+@pytest.mark.parametrize("kind", [Both, Lookahead, Precise, Delayed])
 def test_a_training_with_such_an_optimizer_is_resumed(kind: type[Any], tmp_path: Path) -> None:
     def trainer(folder: str, *callbacks: Callback) -> Any:
         made = make_trainer(tmp_path / folder, *callbacks, max_steps=10, save_steps=5)

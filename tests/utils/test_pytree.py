@@ -5,7 +5,7 @@ import json
 import math
 import random
 import struct
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,12 @@ def same(left: Any, right: Any) -> bool:
         return struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, dict):
         return all(same(a, b) and same(x, y) for (a, x), (b, y) in zip(left.items(), right.items(), strict=True))
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, (list, tuple, deque)):
+        return (
+            getattr(left, "maxlen", 0) == getattr(right, "maxlen", 0)
+            and len(left) == len(right)
+            and all(same(a, b) for a, b in zip(left, right, strict=True))
+        )
     return bool(left == right)
 
 
@@ -101,6 +105,7 @@ trees = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
+        st.tuples(st.lists(inner, max_size=3), st.none() | st.integers(3, 5)).map(lambda made: deque(*made)),
         st.dictionaries(keys, inner, max_size=3),
         st.dictionaries(st.sampled_from(["__kind__", "value", "a", "a.b"]), inner, max_size=4),
     ),
@@ -246,6 +251,9 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
         {"__kind__": "int", "value": 3},
         {"__kind__": "dict", "value": [[[], 1]]},
         {"__kind__": ["dict"], "value": []},
+        {"__kind__": "deque", "value": [1, 2], "maxlen": 1},
+        {"__kind__": "deque", "value": [1], "maxlen": "2"},
+        {"__kind__": "deque", "value": [1]},
     ],
 )
 def test_join_refuses_what_split_did_not_make(json_tree: Any) -> None:

@@ -27,6 +27,7 @@ from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loss.means import without_metrics
+from trainer_kit.optim import check_all_known
 from trainer_kit.run import TrainOutput
 from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
@@ -77,7 +78,8 @@ class TrainingLoop:
         self._metrics = StepMetrics(self.run)
         self._beginning = Beginning(self.run)
         self._is_stopping = False
-        self._has_checked_space = False
+        self._has_checked_step = False
+        self._known = {name for name, _ in self.run.model.named_parameters()}
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
         self._best = BestMetric(checkpoints)
 
@@ -203,12 +205,11 @@ class TrainingLoop:
 
     def _end_step(self, global_batch: GlobalBatch) -> None:
         """Record the step, and serve the requests of callbacks and arguments."""
-        run, args, call = self.run, self.args, self.events.call
+        run, call = self.run, self.events.call
         self._record_step(global_batch)
         call("on_step_end", run)
-        if not self._has_checked_space and args.save_strategy != "no":  # the optimizer's state exists now
-            self._has_checked_space = True
-            self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
+        if not self._has_checked_step:
+            self._check_first_step()
         requests, schedule, step = run.requests, self._schedule, run.state.step
         if self._regrouping.is_open:
             self._regrouping.look_for_newcomers()
@@ -227,6 +228,14 @@ class TrainingLoop:
             self._handle_requests()
         elif self._metrics.unread >= _MAX_UNREAD_STEPS:
             self._read_metrics()
+
+    def _check_first_step(self) -> None:
+        """Check what a step may have created: parameters, and the optimizer's state."""
+        run, self._has_checked_step = self.run, True
+        assert run.optimizer is not None, "set up before the first step"
+        check_all_known(run.optimizer, run.model, self._known)
+        if self.args.save_strategy != "no":
+            self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 
     def _record_step(self, global_batch: GlobalBatch) -> None:
         """Keep loss and gradient norms of the finished step for a record."""
@@ -322,7 +331,7 @@ class TrainingLoop:
             self._beginning = Beginning(run)
         self._saved_step = None  # the save may have been given up
         self._best.forget_records()  # as in those that have joined
-        self._has_checked_space = False
+        self._has_checked_step = False
         self._sync = RankSync(run)
         self._step = TrainStep(run, self.events, self._evaluation.probe, self.loader, self.checkpoints, self._sync)
 

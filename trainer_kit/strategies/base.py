@@ -361,7 +361,9 @@ class Strategy:
         return (self.device_info.reads_without_sync or _is_fused(optimizer)) and not self.scales_gradients
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the gradients, without the profiler scope that `optimizer.zero_grad` opens each time."""
+        """Free the gradients, without the profiler scope that torch's `zero_grad` opens each time."""
+        if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            optimizer.zero_grad()  # it may free more than gradients
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -196,7 +197,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         ) from error
     for part, groups_before, dicts in before:
         _keep_groups(part, groups_before, dicts)
-    _restore_text(state, optimizer.state_dict())
+    _restore_values(state, optimizer.state_dict())
     loaded = to_plain(optimizer.state_dict())
     _check_loaded(optimizer, state, loaded)
     _restore_formats(optimizer, groups, state, loaded)
@@ -238,13 +239,15 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]], dicts: list
     optimizer.param_groups = groups
 
 
-def _restore_text(saved: Any, loaded: Any) -> None:
-    """Restore strings, which torch's `load_state_dict` replaces by generators."""
+def _restore_values(saved: Any, loaded: Any) -> None:
+    """Restore strings, which torch's `load_state_dict` replaces by generators, and deques, whose maxlen it drops."""
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             if isinstance(saved[key], str):
                 loaded[key] = saved[key]
-            _restore_text(saved[key], loaded[key])
+            elif isinstance(saved[key], deque):
+                loaded[key] = deque(loaded[key], saved[key].maxlen)
+            _restore_values(saved[key], loaded[key])
 
 
 def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
@@ -309,7 +312,7 @@ def _pairs(saved: Any, loaded: Any, name: Any = None) -> Iterator[tuple[Any, tor
         for key, value in saved.items():
             if key in loaded:
                 yield from _pairs(value, loaded[key], key)
-    elif isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+    elif isinstance(saved, (list, tuple, deque)) and isinstance(loaded, (list, tuple, deque)):
         for one, other in zip(saved, loaded, strict=False):
             yield from _pairs(one, other)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ _NO_STATE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
 def map_tensors(function: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) -> Any:
-    """Apply `function` to each tensor, or value of another `kind`, in nested mappings, lists and tuples.
+    """Apply `function` to each tensor, or value of another `kind`, in nested mappings, lists, tuples and deques.
 
     Other values are kept.
     """
@@ -31,6 +31,8 @@ def map_tensors(function: Callable[[Any], Any], tree: Any, kind: type = torch.Te
         return type(tree)(*(map_tensors(function, value, kind) for value in tree))
     if isinstance(tree, (list, tuple)):
         return type(tree)([map_tensors(function, value, kind) for value in tree])
+    if isinstance(tree, deque):
+        return deque((map_tensors(function, value, kind) for value in tree), tree.maxlen)
     return tree
 
 
@@ -73,13 +75,13 @@ def keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor in nested mappings, lists and tuples, depth first."""
+    """Yield each tensor in nested mappings, lists, tuples and deques, depth first."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from tensors(value)
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         for value in tree:
             yield from tensors(value)
 
@@ -95,11 +97,11 @@ def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
 def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a state into a JSON tree and tensors; `unflatten_state` is the inverse.
 
-    A state consists of dicts (OrderedDict and Counter too, with keys of any plain type), lists, tuples, sets, None,
-    bool, int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy arrays and
-    scalars. A named tuple is restored as a tuple, a parameter as a tensor. Tensors are neither copied nor moved; numpy
-    arrays are copied. The JSON tree keeps strides that are not row-major, since the memory order affects the last bits
-    of sums and matrix products.
+    A state consists of dicts (OrderedDict and Counter too, with keys of any plain type), lists, tuples, sets,
+    deques, None, bool, int, float (inf and nan too), str, bytes, paths, torch tensors, dtypes, devices and sizes, numpy
+    arrays and scalars. A named tuple is restored as a tuple, a parameter as a tensor. Tensors are neither copied nor
+    moved; numpy arrays are copied. The JSON tree keeps strides that are not row-major, since the memory order affects
+    the last bits of sums and matrix products.
 
     Args:
         tree: The state.
@@ -142,7 +144,7 @@ def unflatten_state(json_tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def plain_values(json_tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the place ("counters.step") and value of each plain value in a tree of `flatten_state`.
 
-    Tensors and arrays are skipped. A list, tuple or set of plain values is one value, and so is an empty dict.
+    Tensors and arrays are skipped. A list, tuple, set or deque of plain values is one value, and so is an empty dict.
 
     Args:
         json_tree: The tree.
@@ -208,7 +210,7 @@ _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "dtype": (torch.dtype, str, lambda text: _torch_dtype(text)),
     "device": (torch.device, str, torch.device),
 }
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}
 _KIND_OF = {
     **{scalar[0]: kind for kind, scalar in _SCALARS.items()},
@@ -247,7 +249,7 @@ def _encode_tagged(value: Any, path: tuple[Any, ...], found: dict[str, torch.Ten
     if kind not in _KIND_OF:
         raise TypeError(
             f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
-            "keep tensors, numpy arrays, numbers, strings, None, and dicts, lists, tuples or sets of them"
+            "keep tensors, numpy arrays, numbers, strings, None, and dicts, lists, tuples, sets or deques of them"
         )
     name = _KIND_OF[kind]
     if name in _SCALARS:
@@ -255,6 +257,8 @@ def _encode_tagged(value: Any, path: tuple[Any, ...], found: dict[str, torch.Ten
     if name in _MAPPINGS:
         return _encode_mapping(name, value, path, found)
     items = [_encode(item, (*path, index), found) for index, item in enumerate(value)]
+    if kind is deque:
+        return {_TAG: name, "value": items, "maxlen": value.maxlen}
     return {_TAG: name, "value": sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
 
 
@@ -359,7 +363,8 @@ def _decode(value: Any, tensors: _Tensors) -> Any:
     if kind in _SCALARS:
         return _SCALARS[kind][2](content)
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_decode(item, tensors) for item in content)
+        items = [_decode(item, tensors) for item in content]
+        return _limited(items, value["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
     if kind in _MAPPINGS:
         return _MAPPINGS[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in content})
     if kind == "tensor":
@@ -369,6 +374,12 @@ def _decode(value: Any, tensors: _Tensors) -> Any:
     if kind == "numpy":
         return np.ndarray((), _numpy_dtype(value["dtype"]), buffer=bytes.fromhex(content))[()]
     raise ValueError(f"unknown kind {kind!r}")
+
+
+def _limited(items: list[Any], limit: Any) -> deque[Any]:
+    if limit is not None and (type(limit) is not int or not len(items) <= limit < 2**63):
+        raise ValueError(f"{len(items)} items do not fit into a deque of maxlen {limit!r:.50}")
+    return deque(items, limit)
 
 
 def _decode_array(entry: Mapping[str, Any], tensor: torch.Tensor) -> np.ndarray[Any, Any] | torch.Tensor:

@@ -274,7 +274,7 @@ def compare_with_safetensors(path: Path) -> None:
 
 KINDS = [
     *("int", "float", "bytes", "path", "dtype", "device", "tuple", "size", "set", "frozenset", "dict", "ordered_dict"),
-    *("counter", "tensor", "ndarray", "numpy", "module", "object"),
+    *("deque", "counter", "tensor", "ndarray", "numpy", "module", "object"),
 ]
 TEXTS = [
     *("<f4", "|O", "<M8[s]", "|S0", "|S999999999", "<U0", "f4,f4", "|V8", "<c16", "torch.float32", "torch.os", "cpu"),
@@ -288,6 +288,7 @@ trees = st.recursive(
         st.lists(inner, max_size=3),
         st.fixed_dictionaries({"__kind__": kinds, "value": inner}),
         st.fixed_dictionaries({"__kind__": kinds, "value": texts, "dtype": texts, "shape": st.lists(numbers)}),
+        st.fixed_dictionaries({"__kind__": st.just("deque"), "value": st.lists(inner, max_size=3), "maxlen": inner}),
         st.fixed_dictionaries({"__kind__": kinds, "value": st.lists(st.lists(inner, min_size=2, max_size=2))}),
     ),
     max_leaves=8,
