@@ -25,6 +25,7 @@ from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.schedule_free import schedule_free
 from trainer_kit.utils.sgd import SGD
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
@@ -160,13 +161,13 @@ def check_all_known(optimizer: torch.optim.Optimizer, model: nn.Module, known: C
     Raises:
         ValueError: If there are new parameters that the optimizer does not hold.
     """
-    new = {name: each for name, each in model.named_parameters() if name not in known and each.requires_grad}
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if new else set()
-    if missing := [name for name, parameter in new.items() if parameter not in held]:
-        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    new = {name: each for name, each in model.named_parameters() if name not in known}
+    if missing := [name for name, each in new.items() if each.requires_grad and each not in held]:
         raise ValueError(
-            f"the parameter {missing[0]!r}{others} of this {model_class(model).__name__} appeared after the optimizer "
-            "was made, which would never train it; create it in __init__, or run a forward pass before Trainer(...)"
+            f"the parameter {join_names(map(repr, missing), 2)} of this {model_class(model).__name__} appeared after "
+            "the optimizer was made, which would never train it; create it in __init__, or run a forward pass before "
+            "Trainer(...)"
         )
 
 
