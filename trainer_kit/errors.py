@@ -98,7 +98,13 @@ class DoesNotFitError(TrainerKitError):
 
 
 class LostProcessError(TrainerKitError, RuntimeError):
-    """Another process of the run has ended or does not answer."""
+    """Another process of the run has ended or does not answer.
+
+    Attributes:
+        waited: Seconds that this process had waited for it when it noticed.
+    """
+
+    waited = 0.0
 
 
 class ProcessFailed(TrainerKitError, RuntimeError):

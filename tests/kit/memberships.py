@@ -19,7 +19,7 @@ class Launcher:
     past: tuple[Membership, ...] = ()
     has_claimed: bool = False
     is_outvoted: bool = False
-    is_preparing: bool = False
+    readiness: Readiness = Readiness.NOT_STARTED
     stays: bool = False
     store: int = -1
     number: int = -1
@@ -94,9 +94,8 @@ class Network:
 
     def announce(self, launcher: Launcher) -> None:
         if launcher.store >= 0:
-            readiness = Readiness.PREPARING if launcher.is_preparing else Readiness.NOT_STARTED
             own = launcher.number, launcher.id, launcher.id, launcher.past, launcher.has_claimed
-            facts = Machine(*own, readiness=readiness, stays=launcher.stays)
+            facts = Machine(*own, readiness=launcher.readiness, stays=launcher.stays)
             self.servers[launcher.store].facts[launcher.number] = facts
 
     def form(self, server: Server, silent: int) -> None:
@@ -114,7 +113,9 @@ class Network:
             self.formed[found.membership] = found
 
     def prepare(self, launcher: Launcher) -> None:
-        launcher.is_preparing = not launcher.is_preparing
+        """Next it prepares, then it trains without having come to a meeting, then it waits."""
+        order = [Readiness.NOT_STARTED, Readiness.PREPARING, Readiness.TRAINING]
+        launcher.readiness = order[(order.index(launcher.readiness) + 1) % len(order)]
         self.announce(launcher)
 
     def stay(self, launcher: Launcher) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.launch import elastic_rendezvous
 from trainer_kit.launch.keeper import Facts, Published, machine_key
-from trainer_kit.launch.link import RunIsOpenError
+from trainer_kit.launch.link import IsNewcomerError
 from trainer_kit.launch.membership import Readiness
 from trainer_kit.launch.news import BEGINS, CHANGE, OPEN, OUTCOME, Change
 
@@ -189,7 +189,7 @@ def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
     assert {future.result(timeout=60).world_size for future in again} == {3}
     assert late._link is not None
     facts = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
-    assert (facts.readiness, facts.past) == (Readiness.NOT_STARTED, ()), "it runs, until it comes again"
+    assert (facts.readiness, facts.past) == (Readiness.TRAINING, ())
 
 
 @pytest.mark.parametrize("change", ["", "one leaves"])
@@ -208,7 +208,7 @@ def test_a_spare_can_prepare_once_the_run_takes_in_newcomers(change: str, elasti
             assert not waits.done()
             infos[0].store.set(OPEN, text)
         if not change:
-            with pytest.raises(RunIsOpenError):
+            with pytest.raises(IsNewcomerError):
                 waits.result(timeout=30)
             return
         time.sleep(0.5)
@@ -216,7 +216,42 @@ def test_a_spare_can_prepare_once_the_run_takes_in_newcomers(change: str, elasti
         others[1].shutdown()
         again = ThreadPoolExecutor(1).submit(others[0].next_rendezvous)
         assert waits.result(timeout=30).world_size == again.result(timeout=30).world_size == 2
-        assert not spare.can_prepare
+
+
+@pytest.mark.parametrize("can_prepare", [True, False])
+def test_a_machine_that_the_others_have_left_behind_comes_as_a_newcomer(can_prepare: bool, elastic: Meetings) -> None:
+    """Its ranks hold old state. Until it has come to a meeting, the others train on; those that cannot prepare wait."""
+    machines = [elastic.machine(number) for number in range(3)]
+    *others, late = machines
+    together(*(machine.next_rendezvous for machine in machines))
+    for machine in machines:
+        machine.confirm()
+    late.can_prepare, late.stays = can_prepare, True
+    beats, late._link = late._link, None
+    assert beats is not None
+    beats.stop()
+    infos = together(*(machine.next_rendezvous for machine in others))
+    assert {info.world_size for info in infos} == {2}
+    beats._done.clear()
+    signs = threading.Thread(target=beats._beat)
+    signs.start()  # it can be heard again
+    try:
+        time.sleep(0.5)
+        assert not infos[0].store.check([CHANGE])
+        late._link = beats
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(late.next_rendezvous)
+            if can_prepare:
+                with pytest.raises(IsNewcomerError):
+                    waits.result(timeout=30)
+                assert not infos[0].store.check([CHANGE])
+            else:
+                assert not Change.from_json(infos[0].store.get(CHANGE)).in_process
+                again = together(*(machine.next_rendezvous for machine in others))
+                assert {info.world_size for info in (*again, waits.result(timeout=30))} == {3}
+    finally:
+        beats.stop()
+        signs.join(timeout=30)
 
 
 def test_a_machine_that_prepares_hears_of_the_end(elastic: Meetings) -> None:

@@ -370,6 +370,17 @@ def test_a_new_store_goes_on_with_the_run(launchers: Launchers) -> None:
     assert (launchers.published.numbers, launchers.published.gone) == ((3, 2, 0), ("host-a",))
 
 
+def test_a_new_store_does_not_wait_for_lost_machines_as_long_as_a_new_run() -> None:
+    launchers = Launchers(most=4)
+    launchers.keeper._last_call = 60
+    for name in "cbd":
+        launchers.come(LOST, name=name)
+    launchers.pass_time(9)
+    assert launchers.membership.number == 0
+    launchers.pass_time(2)
+    assert launchers.membership.number == 5
+
+
 @pytest.mark.parametrize(
     ("names", "has_claimed", "right", "text"),
     [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from kit.ranks import free_port
+from kit.clock import Clock
 from torch._C._distributed_c10d import PrefixStore
 
+from trainer_kit.launch import link as links
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
-from trainer_kit.launch.link import Link, published_at
+from trainer_kit.launch.link import Link
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.store import serve_store
@@ -49,10 +50,26 @@ def test_a_machine_gives_signs_of_life(store: PrefixStore) -> None:
     presence.close()
 
 
-def test_the_memberships_of_other_candidates(store: PrefixStore) -> None:
-    assert published_at(["127.0.0.1"], port(store), "run") == [None], "no keeper"
-    store.set(MEMBERSHIP, Published(Membership(7, ("id",), "run", ("host",))).to_json())
-    assert published_at(["127.0.0.1", "127.0.0.2", "192.0.2.1"], port(store), "run") == [7, 7, None]
-    assert published_at(["127.0.0.1"], port(store), "another run") == [None]
-    assert published_at(["127.0.0.1"], free_port(), "run") == [None]
-    assert published_at([], free_port(), "run") == []
+def test_a_store_that_has_not_answered_is_not_asked_at_once_again(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question to a machine that is cut off takes seconds."""
+    clock, asked, does_answer = Clock(), list[str](), False
+
+    def answers(address: str, port: int) -> bool:
+        asked.append(address)
+        return does_answer
+
+    own = Link("127.0.0.1", port(store), "run", 0.01, serves=True)
+    monkeypatch.setattr(links, "answers", answers)
+    monkeypatch.setattr(links.time, "monotonic", clock.monotonic)
+    assert not own.is_alive()
+    does_answer = True
+    clock.now += 4
+    assert not own.is_alive()
+    assert len(asked) == 1
+    clock.now += 2
+    assert own.is_alive()
+    assert own.is_alive()
+    assert len(asked) == 3
+    own.stop()

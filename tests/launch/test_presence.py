@@ -10,7 +10,7 @@ import time
 import pytest
 from kit.ranks import free_port
 
-from trainer_kit.launch.presence import Presence, be_present
+from trainer_kit.launch.presence import Presence, be_present, end_connection
 
 
 def wait_for(presence: Presence, count: int) -> list[int]:
@@ -62,3 +62,22 @@ def test_what_is_no_launcher_is_ignored() -> None:
 
 def test_a_closed_port_is_no_error() -> None:
     assert be_present("127.0.0.1", free_port(), 1) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+def test_connections_end_though_a_forked_process_has_inherited_them() -> None:
+    presence = Presence()
+    connection = be_present("127.0.0.1", presence.port, 5)
+    assert connection is not None
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(1)
+    try:
+        end_connection(connection)
+        assert wait_for(presence, 1) == [5]
+        presence.close()
+        end_connection(connection)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -68,7 +68,7 @@ def test_an_activity_within_another_is_counted_once(book: Ledger, clock: Clock) 
     assert book.seconds() == {"setup": 0.0, "saving": 5.0, "callback/Mine": 2.0}
 
 
-def test_nobody_waits_for_a_device_that_is_behind(book: Ledger, clock: Clock) -> None:
+def test_a_device_that_is_behind_is_not_waited_for(book: Ledger, clock: Clock) -> None:
     book.enter("forward")
     clock.now = 3.0
     book.enter("backward")
@@ -196,6 +196,18 @@ def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, cl
     book.enter("forward")
     clock.now = clock.come_to = 10.0
     assert book.seconds() == {"setup": 0.0, "forward": 3.0 + 1.0, "lost": 2.0 + 4.0}
+
+
+def test_a_wait_is_counted_as_another_activity(book: Ledger, clock: Clock) -> None:
+    clock.now = 5.0
+    place = book.place()
+    book.enter("backward")
+    clock.now = clock.come_to = 25.0
+    book.lose(place)
+    book.recount(12.0, "regroup")
+    book.enter("regroup")
+    clock.now = clock.come_to = 26.0
+    assert book.seconds() == {"setup": 5.0, "lost": 8.0, "regroup": 13.0}
 
 
 def test_what_is_done_again_is_lost_after_many_activities(book: Ledger, clock: Clock) -> None:

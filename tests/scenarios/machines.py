@@ -113,10 +113,14 @@ class Machines:
 
     def kill(self, number: int) -> None:
         """Ends all processes of a machine at once."""
+        self.signal(number, signal.SIGKILL)
+
+    def signal(self, number: int, kind: signal.Signals) -> None:
+        """Sends a signal to all processes of a machine."""
         found = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=False)
         for pid in map(int, found.stdout.split()):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, kind)
 
     def cut(self, number: int = 1) -> None:
         _ip("-n", self.names[number], "link", "set", INTERFACE, "down")

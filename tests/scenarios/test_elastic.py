@@ -191,13 +191,32 @@ def test_a_machine_that_has_joined_goes_on_alone(elastic: Elastic) -> None:
     assert (elastic.run / f"checkpoint-{last}").is_dir()
 
 
-def test_a_cable_is_cut_and_mended(elastic: Elastic) -> None:
-    """Long enough for TCP, which tries again after ever longer pauses."""
-    commands = elastic.start_all(pause=0.8)
-    elastic.machines.cut(2)
-    elastic.wait_for_text(f"{HOSTS[2]} is gone: 2 of 3 machines continue", commands[0])
-    elastic.machines.mend(2)
-    elastic.check(*finish(*commands))
+@pytest.mark.parametrize("silent", ["cable", "cable of the store", "stopped"])
+def test_a_machine_falls_silent_and_comes_back(silent: str, elastic: Elastic) -> None:
+    """Long enough for TCP, which tries again after ever longer pauses. It joins as a new machine does."""
+    elastic.candidates, number = 3, 0 if silent == "cable of the store" else 2
+    commands = elastic.start_all(pause=1.5)
+    if silent == "stopped":
+        elastic.machines.signal(number, signal.SIGSTOP)
+    else:
+        elastic.machines.cut(number)
+    others = [command for place, command in enumerate(commands) if place != number]
+    elastic.wait_for_text(f"{HOSTS[number]} is gone: 2 of 3 machines continue", *others)
+    elastic.wait_for_text("continued with 2 processes instead of 3", *others)
+    if silent == "stopped":
+        elastic.machines.signal(number, signal.SIGCONT)
+    else:
+        elastic.machines.mend(number)
+    elastic.wait_for_text(f"{HOSTS[number]} joins: the run continues with it", *commands)
+    ended = finish(*commands)
+    elastic.check(*ended)
+    assert len(elastic.processes()) == 4, "the others have stayed in their processes"
+    lost, joined = elastic.memberships()
+    assert (lost["lost"], joined["joined"]) == ([HOSTS[number]], [HOSTS[number]])
+    assert (lost["in_process"], joined["in_process"]) == (True, True)
+    assert 8 < lost["pause"] < 60, "from the last step on"
+    assert joined["pause"] < 8
+    assert "exception" not in {record["event"] for record in read_log(elastic.run / "log.jsonl")}, "others own the log"
 
 
 def test_the_machine_with_the_store_is_killed_and_comes_back(elastic: Elastic) -> None:
@@ -322,7 +341,8 @@ def test_the_run_leaves_when_told(elastic: Elastic, told: tuple[int, ...]) -> No
     commands = elastic.start_all()
     for number in told:
         commands[number].process.send_signal(signal.SIGTERM)
-    assert [each.code for each in finish(*commands)] == [143] * 3
+    ended = finish(*commands)
+    assert [each.code for each in ended] == [143] * 3, [each.err for each in ended]
     assert (elastic.run / ".lock").exists() is False
     assert list(elastic.run.glob("checkpoint-*"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer_kit.errors import CutOffError
 from trainer_kit.utils import new_place
 from trainer_kit.utils.new_place import (
     are_joining,
@@ -31,6 +32,16 @@ def test_a_question_is_answered(tmp_path: Path, answer: dict[str, str] | None) -
         give_place(tmp_path, 1, answer)
         assert asked.result(timeout=10) == answer
     assert waiting(tmp_path) == {}
+
+
+def test_a_process_that_the_others_have_left_behind_is_cut_off(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_for_place, tmp_path, 1, "run/3", lambda: False)
+        while not waiting(tmp_path):
+            assert not asked.done()
+        give_place(tmp_path, 1, {})
+        with pytest.raises(CutOffError, match="the other machines have continued without this one; new processes join"):
+            asked.result(timeout=10)
 
 
 def test_a_stopped_process_asks_no_longer(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.failures import Failure
-from trainer_kit.launch.link import RunIsOpenError
+from trainer_kit.launch.failures import Failure, summary
+from trainer_kit.launch.link import IsNewcomerError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
             os.environ[environment.MEMBERSHIP] = ""
         try:
             super()._initialize_workers(worker_group)
-        except RunIsOpenError:  # it has begun without this machine, which waits for a place
+        except IsNewcomerError:  # the run has begun without this machine, which waits for a place
             self._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -206,24 +206,27 @@ class Agent(LocalElasticAgent):
         self._is_preparing = False
         if outlook is Outlook.JOIN:
             return self._regroup(worker_group)
-        self._newcomer = None
         self._restart_workers(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _regroup(self, worker_group: WorkerGroup) -> RunResult:
         """Meet the machines that are left, and give the ranks of this one their new places."""
-        pids = {worker.local_rank: worker.id for worker in self.workers}
-        self._rendezvous(worker_group)
+        pids, otherwise = {worker.local_rank: worker.id for worker in self.workers}, None
+        try:
+            self._rendezvous(worker_group)
+            self._has_met = not self._stays
+        except IsNewcomerError:  # their state is old
+            self._stays = self._machines.rendezvous.stays = False
+            otherwise = dict[str, str]()
         set_joining(self._scratch, False)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
-            place = variables_of(worker, worker_group, self._starts) if self._stays else None
+            place = variables_of(worker, worker_group, self._starts) if self._stays else otherwise
             give_place(self._scratch, worker.local_rank, place)
         self._announce_leaving()  # the ranks may obey a signal only now
         if self._stays:
             self._serve_newcomers()  # others may come just now
             return RunResult(state=WorkerState.HEALTHY)
-        self._has_met = True
         self._ranks.wait(_ANSWERED_SECONDS)
         if self._passed_on is not None:
             self.exit_code = self._leaving_code([])
@@ -406,7 +409,7 @@ class Agent(LocalElasticAgent):
         if first.failure.rank != self.failed.rank:
             return self._follow(first)
         if lost:
-            self._say(f"{self._summary()}; lost: {lost}; restart, which --max-restarts does not count")
+            self._say(f"{summary(self.failed)}; lost: {lost}; restart, which --max-restarts does not count")
         else:
             self._failures.record(self._machines.host)
         return self._end(goes_on)
@@ -415,7 +418,7 @@ class Agent(LocalElasticAgent):
         """Do what the machine does whose failure was announced first."""
         self.failed = news.failure
         if news.goes_on:
-            self._say(f"{self._summary()}; restart with the other machines")
+            self._say(f"{summary(self.failed)}; restart with the other machines")
         if not news.is_loss:
             self._failures.record(news.host)
         return self._end(news.goes_on)
@@ -432,15 +435,10 @@ class Agent(LocalElasticAgent):
         """Decide whether to restart after a failure; one of a newcomer must not come back with it to the others."""
         if self._limit.failures == 0 or self._is_preparing:
             return False
-        goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
-        self._say(f"{self._summary()}; {words}" if goes_on else f"not restarted: {words}")
-        return goes_on
-
-    def _summary(self) -> str:
-        """Return the failure in one line."""
         assert self.failed is not None
-        error = self.failed.traceback.strip().rpartition("\n")[2]
-        return f"{self.failed.message} ({error})" if error else self.failed.message
+        goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
+        self._say(f"{summary(self.failed)}; {words}" if goes_on else f"not restarted: {words}")
+        return goes_on
 
     def _step(self) -> int | None:
         """Return the step of the newest checkpoint, which the ranks report; None if there is none."""

@@ -24,9 +24,10 @@ from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import BEGUN, ENDED, End, Facts, Here, Published
-from trainer_kit.launch.link import Link, RunIsOpenError, published_at
+from trainer_kit.launch.link import IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
+from trainer_kit.launch.other_stores import OtherStores
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.served_store import ServedStore
 from trainer_kit.launch.store import answers, own_candidate, serve_free_port
@@ -34,6 +35,7 @@ from trainer_kit.utils.membership_claim import read_claim
 from trainer_kit.utils.units import join_names
 
 _LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 0.2  # for other candidates, where this machine need not know of all
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
 _ARRIVAL_LOOK_SECONDS = 0.02
 _STILL_TRAINING = "the others may still be training; stopped, start again to join them"
@@ -62,9 +64,9 @@ class ElasticRendezvous(RendezvousHandler):
         membership: The membership for the ranks, see `environment.membership`.
         is_lasting: Whether the store outlives a restart of the ranks.
         store_number: Number of stores that this machine has met the others at.
-        readiness: What the ranks do while this machine waits for a place.
+        readiness: What the ranks do.
         stays: Whether the ranks wait for the next membership in their processes.
-        can_prepare: Whether the ranks, which have not started, could prepare once the run takes in newcomers.
+        can_prepare: Whether the ranks can prepare to join a run under way, where this machine comes as a newcomer.
     """
 
     is_lasting = True
@@ -74,6 +76,8 @@ class ElasticRendezvous(RendezvousHandler):
     ) -> None:
         self._config = config
         self._candidates, self._own = config.candidates, own_candidate(config)
+        others = {place: address for place, address in enumerate(self._candidates) if place != self._own}
+        self._others = OtherStores(others, config.port, config.run_id)
         self._say = say
         self._is_stopped = is_stopped
         self._until = Waiting(config.meeting_seconds, say, is_stopped, by_command).until
@@ -131,7 +135,7 @@ class ElasticRendezvous(RendezvousHandler):
             OSError: If too few machines come, or a port or address cannot be used; the message says which.
             CutOffError: If other machines may still be training without this one.
             RendezvousGracefulExitError: If the run ends without this machine.
-            RunIsOpenError: If this machine waits for a place, and can prepare.
+            IsNewcomerError: If the run has continued without this machine, whose ranks can prepare to join it.
         """
         self._read_claim()
         if self._is_outvoted:
@@ -139,11 +143,14 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             try:
                 link = self._linked()
+                if self.can_prepare and self.stays and self.running() is not None:
+                    raise IsNewcomerError
+                if self.readiness is Readiness.TRAINING:
+                    self.readiness = Readiness.NOT_STARTED
                 link.announce(self._facts())
                 published = self._meet(link)
-                if self.readiness is not Readiness.NOT_STARTED:
-                    self.readiness = Readiness.NOT_STARTED  # should it be lost, and come again
-                    self.announce()
+                self.readiness = Readiness.TRAINING
+                self.announce()
                 self._enter(published)
                 store = PrefixStore(str(published.membership.number), link.store)
                 store.set_timeout(timedelta(seconds=_MEETING_SECONDS))
@@ -263,24 +270,18 @@ class ElasticRendezvous(RendezvousHandler):
         """Connect to the first candidate that answers, or serve the store where that is this machine's turn."""
         if self._is_outvoted:
             return self._has_better() and self._better is not None and self._connect(self._candidates[self._better])
-        order = list(range(len(self._candidates)))
+        order, is_new = list(range(len(self._candidates))), not self._past
         # A new run begins at the first candidate alone, and only if no other one serves a store.
-        order.sort(key=lambda place: (place != self._better, place == self._own and not self._past, place))
-        there = self._other_stores() if len(self._candidates) > 1 else {0: 0}
+        order.sort(key=lambda place: (place != self._better, place == self._own and is_new, place))
+        there = self._others.published(None if is_new else _ANSWER_SECONDS) if len(self._candidates) > 1 else {0: 0}
         for place in order:
             if place == self._own:
-                if place == 0 or self._past:
+                if place == 0 or not is_new:
                     self._serve()
                     return True
             elif place in there and self._connect(self._candidates[place]):
                 return True
         return False
-
-    def _other_stores(self) -> dict[int, int]:
-        """Return the numbers of the memberships in the stores of other candidates, by place."""
-        others = {place: address for place, address in enumerate(self._candidates) if place != self._own}
-        found = published_at(list(others.values()), self._config.port, self._config.run_id)
-        return {place: number for place, number in zip(others, found, strict=True) if number is not None}
 
     def _connect(self, address: str) -> bool:
         if not answers(address, self._config.port):
@@ -324,7 +325,7 @@ class ElasticRendezvous(RendezvousHandler):
         formed = 0 if self._link is None else self._link.published().membership.number
         last = self._past[-1].number if self._past else 0
         may_be_earlier = self._link is not None and formed <= last  # all wait at the first store that answers
-        there = self._other_stores()
+        there = self._others.published(_ANSWER_SECONDS)
         for place, address in enumerate(self._candidates):
             if self._link is not None and (place == self._own if self.serves else address == self._link.address):
                 may_be_earlier = False
@@ -360,7 +361,7 @@ class ElasticRendezvous(RendezvousHandler):
             raise CutOffError(f"{here.describe(host)}: {_STILL_TRAINING}") from error
         self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
         if not has_place():
-            raise RunIsOpenError
+            raise IsNewcomerError
         return published()
 
     def _enter(self, published: Published) -> None:
@@ -368,7 +369,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._unsaid += published.describe(self._config)
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
-        self._is_outvoted, self._better, self.can_prepare = False, None, False
+        self._is_outvoted, self._better = False, None
         after = published.bases[0].number if published.bases else 0
         self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
 

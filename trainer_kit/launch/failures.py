@@ -96,8 +96,8 @@ def write_failure(error: BaseException, own_files: Collection[str]) -> Traceback
         lines = [] if is_exit else _formatted(error, trace)
         now = time.time()
         extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
-        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        message = {"message": summary, "extraInfo": extra}
+        last_line = "".join(traceback.format_exception_only(type(error), error)).strip()
+        message = {"message": last_line, "extraInfo": extra}
         # Written under another name first, because the launcher may read at any moment.
         unfinished = Path(f"{path}.unfinished")
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
@@ -142,6 +142,12 @@ def read_failure(rank: int, exit_code: int | None, error_file: str, stderr_file:
         return Failure(rank, exit_code, when, message["message"], trace, "" if trace else _tail(stderr_file))
     is_own_fault = exit_code in _FATAL or (exit_code is not None and exit_code >= 0)
     return Failure(rank, exit_code, 0.0 if is_own_fault else time.time(), tail=_tail(stderr_file))
+
+
+def summary(failure: ProcessFailed) -> str:
+    """Return a failure in one line."""
+    error = failure.traceback.strip().rpartition("\n")[2]
+    return f"{failure.message} ({error})" if error else failure.message
 
 
 def _tail(path: str) -> str:

@@ -42,6 +42,7 @@ BEGUN = "begun"
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0
 _LOST_SECONDS = 25.0  # the ranks of the others notice a lost machine before, unless they are just starting
+_LAST_CALL_SECONDS = 10.0  # at the new store of a run under way, whose machines notice a loss at about the same time
 _HANDING_OVER_SECONDS = 15.0
 _PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the end
 
@@ -77,7 +78,7 @@ class Facts(NamedTuple):
         has_claimed: Whether the output folder has been claimed.
         is_candidate: Whether it can serve the store.
         has_left: Whether it has left the run.
-        readiness: What its ranks do while it waits.
+        readiness: What its ranks do.
         stays: Whether they wait in their processes.
     """
 
@@ -224,7 +225,8 @@ class Keeper:
         store: A client of the store for the keeper alone.
         least: Smallest number of machines.
         most: Largest number of machines.
-        last_call: Seconds to wait for more machines than the smallest number before the first membership.
+        last_call: Seconds to wait for more machines than the smallest number before the first membership. A store that
+            follows a lost one waits for 10 s at most.
         patience: Seconds without a sign of life after which a machine counts as gone.
         serve_ranks: Serves an empty store for the ranks of a new membership and returns its port.
         clock: Returns the time in seconds.
@@ -328,7 +330,9 @@ class Keeper:
         if self._last.machines and self._left.issuperset(self._last.machines):
             self._store.set(ENDED, End.OVER.value)
             return
-        is_over = self._clock() - self._arrived >= self._last_call
+        begins = not any(machine.past for machine in self._counted)
+        last_call = self._last_call if begins else min(self._last_call, _LAST_CALL_SECONDS)
+        is_over = self._clock() - self._arrived >= last_call
         formed = next_membership(self._last, self._counted, self._least, self._most, is_over, self._is_only_store)
         if formed is not None:
             self._publish(formed)

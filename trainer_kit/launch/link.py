@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -21,14 +20,14 @@ from trainer_kit.launch.keeper import (
     machine_key,
 )
 from trainer_kit.launch.news import CHANGE, opening
-from trainer_kit.launch.presence import be_present
+from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
 
-_PEEK_SECONDS = 2.0
+_SILENCE_SECONDS = 5.0
 
 
-class RunIsOpenError(Exception):
-    """The run has its machines and takes in newcomers, so that the ranks of a machine that waits can prepare."""
+class IsNewcomerError(Exception):
+    """The run has its machines, so that this one comes to it as a newcomer, whose ranks prepare."""
 
 
 class Link:
@@ -57,6 +56,7 @@ class Link:
         self.number: int = self.store.add(MACHINES, 1) - 1
         self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
         self._interval = interval
+        self._next_question = 0.0
         self._done = threading.Event()
         self._beats.add(beat_key(self.number), 1)
         self._presence = None if serves else be_present(address, presence, self.number)
@@ -97,42 +97,24 @@ class Link:
         return bool(opening(running)) and not running.check([CHANGE])
 
     def is_alive(self) -> bool:
-        """Return whether this machine can give signs of life, and the store answers."""
-        return self._thread.is_alive() and answers(self.address, self.port)
+        """Return whether this machine can give signs of life, and the store answers.
+
+        One that has not answered is asked again only after a while, since each question may take seconds.
+        """
+        if time.monotonic() < self._next_question:
+            return False
+        is_alive = self._thread.is_alive() and answers(self.address, self.port)
+        if not is_alive:
+            self._next_question = time.monotonic() + _SILENCE_SECONDS
+        return is_alive
 
     def stop(self) -> None:
         """Give no more signs of life."""
         self._done.set()
         if self._presence is not None:
-            self._presence.close()
+            end_connection(self._presence)
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._done.wait(self._interval):
                 self._beats.add(beat_key(self.number), 1)
-
-
-def published_at(addresses: Sequence[str], port: int, run_id: str) -> list[int | None]:
-    """Return the numbers of the memberships in the stores of other candidates; None for each that serves no store.
-
-    Args:
-        addresses: Addresses of the candidates; all are asked at the same time, since one that is cut off takes seconds.
-        port: Port of the store.
-        run_id: Name of the run.
-    """
-    if not addresses:
-        return []
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        return list(pool.map(lambda address: _published_at(address, port, run_id), addresses))
-
-
-def _published_at(address: str, port: int, run_id: str) -> int | None:
-    if not answers(address, port):
-        return None
-    try:
-        store = PrefixStore(run_id, connect_store(address, port, _PEEK_SECONDS))
-        if not store.check([MEMBERSHIP]):
-            return None
-        return Published.from_json(store.get(MEMBERSHIP)).membership.number
-    except (RuntimeError, TimeoutError):  # it is just ending, or another program
-        return None

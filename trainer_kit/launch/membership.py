@@ -39,10 +39,13 @@ class Membership(NamedTuple):
 
 
 class Readiness(str, enum.Enum):
-    """What the ranks of a machine do that waits for a place in the run."""
+    """What the ranks of a machine do."""
+
+    TRAINING = "training"
+    """They train. If the others have continued without the machine, it takes no place before its launcher has come."""
 
     NOT_STARTED = "not started"
-    """They start with the ranks of all other machines, once it has a place."""
+    """They start with the ranks of all other machines, or continue with them, once the machine has a place."""
 
     PREPARING = "preparing"
     """They prepare the training alone, so that it takes no place before they are ready."""
@@ -61,7 +64,7 @@ class Machine(NamedTuple):
         past: Its last confirmed membership and later ones, by number; empty before the first.
         has_claimed: Whether a process of it has confirmed that the main process claimed the output folder.
         is_candidate: Whether it can serve the store.
-        readiness: What its ranks do while it waits.
+        readiness: What its ranks do.
         stays: Whether its ranks wait for the next membership in their processes.
         is_new: Whether it has connected since the keeper published its last membership.
     """
@@ -112,9 +115,10 @@ class Formed(NamedTuple):
 def counted(last: Membership, alive: Iterable[Machine], least: int, is_only_store: bool = False) -> list[Machine]:
     """Return the machines that count for the next membership.
 
-    Machines that prepare count only where the others are too few. While the ranks of all members wait in their
-    processes, newcomers count that can join them there. Others would end these ranks without a save: they count only
-    where the machines are too few without them, or have a weaker right; else they join the membership that follows.
+    A machine that the others have left behind counts once it has come to a meeting, or prepares. Machines that prepare
+    count only where the others are too few. While the ranks of all members wait in their processes, newcomers count
+    that can join them there. Others would end these ranks without a save: they count only where the machines are too
+    few without them, or have a weaker right; else they join the membership that follows.
 
     Args:
         last: The membership that the keeper published last.
@@ -122,7 +126,7 @@ def counted(last: Membership, alive: Iterable[Machine], least: int, is_only_stor
         least: Smallest number of machines.
         is_only_store: See `next_membership`.
     """
-    alive = list(alive)
+    alive = [each for each in alive if each.readiness is not Readiness.TRAINING or each.id in last.machines]
     others = [each for each in alive if each.readiness is not Readiness.PREPARING or each.id in last.machines]
     here = waiting(last, others)
     before = newest(last, here)

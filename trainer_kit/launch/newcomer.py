@@ -45,26 +45,26 @@ class Newcomer:
 
     def __init__(self, rendezvous: ElasticRendezvous, say: Callable[[str], None]) -> None:
         self._rendezvous, self._say = rendezvous, say
+        rendezvous.can_prepare = True
         self._known_at = self._hint_at = 0.0
 
     def begin(self) -> Published | None:
         """Return the membership whose training the ranks prepare; None if they start with those of the others.
 
-        A machine that waits for a place after that asks again once the run takes in newcomers: see `RunIsOpenError`.
+        A machine that waits for a place after that asks again once the run takes in newcomers: see `IsNewcomerError`.
 
         Raises:
             OSError: See `ElasticRendezvous.next_rendezvous`.
             CutOffError: See `ElasticRendezvous.next_rendezvous`.
         """
         rendezvous = self._rendezvous
-        rendezvous.can_prepare = True
         try:
-            running = None if rendezvous.is_outvoted() else rendezvous.running()
+            may_prepare = rendezvous.can_prepare and not rendezvous.is_outvoted()
+            running = rendezvous.running() if may_prepare else None
             if running is None or not rendezvous.open_for(running):
                 return None
             rendezvous.readiness = Readiness.PREPARING
             rendezvous.announce()
-            rendezvous.can_prepare = False
         except (RuntimeError, RendezvousGracefulExitError):  # the meeting finds another store, or reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
             return None
@@ -117,6 +117,7 @@ class Newcomer:
             reason = "whose training differs from that of the run or is at another place of the script"
             why = f", {reason}" if digest else " now"
             self._say(f"the run cannot take in these processes{why}: they start again with those of the other machines")
+            rendezvous.can_prepare = False
             return Outlook.START_AGAIN
         self._known_at = now
         if not is_ready:

@@ -36,7 +36,7 @@ class Presence:
 
     def close(self) -> None:
         """Close all connections."""
-        self._wake.close()
+        end_connection(self._wake)
         self._thread.join()
 
     def _serve(self) -> None:
@@ -45,7 +45,7 @@ class Presence:
                 for key, _ in self._selector.select():
                     if key.fileobj is self._done:
                         for connection in self._names:
-                            connection.close()
+                            end_connection(connection)
                         return
                     if key.fileobj is self._server:
                         self._accept()
@@ -89,6 +89,13 @@ def be_present(address: str, port: int, number: int) -> socket.socket | None:
     except OSError:
         return None
     return connection
+
+
+def end_connection(connection: socket.socket) -> None:
+    """Close a connection, also where a forked process has inherited it."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _listen() -> socket.socket:

@@ -166,8 +166,10 @@ class Regrouping:
         is_vain = isinstance(end, LostProcessError) and self._vain_at == run.state.step
         if not self.is_newcomer and (group is None or is_vain):
             raise end
-        begin = since = time.perf_counter()
+        waited = end.waited if isinstance(end, LostProcessError) else 0.0
+        begin = since = time.perf_counter() - waited
         processes = run.strategy.world_size
+        run.ledger.recount(waited, REGROUP)
         run.ledger.enter(REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):

@@ -52,10 +52,10 @@ class Ledger:
     """Seconds of a run by activity. Each moment belongs to one activity, so that their sum is the wall-clock time.
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
-    "saving", "callback/NAME" for each callback, and "loop" for the rest. "regroup" is the time from the loss of another
-    process, or from the moment when others are ready to join, to that when this one continues. "lost" is work that a
-    restart or a rollback discards, from the checkpoint to the run's last record, and a step that is taken again: it did
-    not fit into memory, or a process was lost in it. "down" is the time from that record to the next start.
+    "saving", "callback/NAME" for each callback, and "loop" for the rest. "regroup" is the time from the moment when
+    this process began to wait for a lost one, or others were ready to join, to that when it continues. "lost" is work
+    that a restart or a rollback discards, from the checkpoint to the run's last record, and a step that is taken again:
+    it did not fit into memory, or a process was lost in it. "down" is the time from that record to the next start.
 
     An asynchronous device has its own clock: work of the device during an activity of the host counts once, under the
     activity in which the device received it. Data that is read while the device works therefore costs nothing. The
@@ -253,6 +253,16 @@ class Ledger:
         """
         for number in range(2 * max(0, place - self._folded), len(self._entries), 2):
             self._entries[number] = LOST
+
+    def recount(self, seconds: float, activity: str) -> None:
+        """Count the last seconds of what happens now as another activity.
+
+        Args:
+            seconds: Seconds.
+            activity: Name of the activity.
+        """
+        self._add(self._entries[-2], -seconds)
+        self._add(activity, seconds)
 
     def _fold(self) -> None:
         """Add the elapsed time to the totals; keep the last mark that the device has reached."""

@@ -273,12 +273,16 @@ class ProcessGroup:
             yield
             return
         heartbeat.calls += 1
+        begin = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             if not failed_to_communicate(error):
                 raise
-            raise LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error)) from error
+            waited = time.monotonic() - begin
+            lost = LostProcessError(heartbeat.give_up(error) if self.goes_on else heartbeat.explain(error))
+            lost.waited = waited
+            raise lost from error
 
     def watch(self) -> Callable[[], None]:
         """Return a check for work without collectives, to be called often, where a lost process raises immediately.

@@ -1,7 +1,8 @@
 """The files by which a process asks its launcher for a place in the run, after a loss of others or as a newcomer.
 
 The process writes `waits-N`, with N its number on the machine and the membership that it has left as content. The
-launcher answers by `place-N`: the variables of the new place, or nothing if new processes take over.
+launcher answers by `place-N`: the variables of the new place, null if new processes take over, or {} if the other
+machines have continued without this one.
 
 A newcomer gives `new/` and a digest of its training instead of a membership. It can join only the training with the
 same digest, which the main process of the run writes to `open` while processes can join. When some are ready, the
@@ -15,6 +16,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from trainer_kit.errors import CutOffError
 
 NEW = "new/"
 """What the words of a newcomer begin with, instead of a membership."""
@@ -34,6 +37,9 @@ def ask_for_place(folder: Path, number: int, membership: str, is_stopped: Callab
 
     Returns:
         The variables of the new place; None if this process has to end.
+
+    Raises:
+        CutOffError: If the other machines have continued without this one.
     """
     launcher = os.getppid()
     answer = folder / f"place-{number}"
@@ -44,6 +50,8 @@ def ask_for_place(folder: Path, number: int, membership: str, is_stopped: Callab
             return None
         time.sleep(_LOOK_SECONDS)
     variables: dict[str, str] | None = json.loads(answer.read_text())
+    if variables == {}:
+        raise CutOffError("the other machines have continued without this one; new processes join them")
     return variables
 
 
@@ -59,7 +67,8 @@ def give_place(folder: Path, number: int, variables: Mapping[str, str] | None) -
     Args:
         folder: See `ask_for_place`.
         number: Number of the process on its machine.
-        variables: The variables of its place; None if it has to end.
+        variables: The variables of its place; None if it has to end; {} if the other machines have continued without
+            this one.
     """
     (folder / f"waits-{number}").unlink(missing_ok=True)
     _write(folder / f"place-{number}", json.dumps(variables))
