@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import SubprocessContext, start_p
 from trainer_kit.launch import rank_processes
 from trainer_kit.launch.failures import write_failure
 from trainer_kit.launch.output import OutputFiles
-from trainer_kit.launch.rank_processes import RankProcesses
+from trainer_kit.launch.rank_processes import RankProcesses, newest_step
 
 SLEEPS = "import time; time.sleep(60)"
 Start = Callable[..., RankProcesses]
@@ -96,3 +96,10 @@ def test_a_rank_that_hangs_after_its_error_has_failed(
     assert (failure.rank, failure.error) == (7, "ValueError: boom")
     os.utime(error_file)
     assert not ranks.is_failed(0, None, None)
+
+
+@pytest.mark.parametrize(("text", "step"), [("12", 12), ("", None), (None, None)])
+def test_the_newest_checkpoint_is_known_once_it_is_reported(text: str | None, step: int | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "progress").write_text(text)
+    assert newest_step(tmp_path / "progress") == step

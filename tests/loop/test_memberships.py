@@ -28,7 +28,8 @@ class Together:
         self.world_size = len(hosts)
 
     def gather_object(self, value: Any) -> list[Any]:
-        return list(enumerate(self.hosts))
+        _, (_, launcher) = value
+        return [(node, (host, launcher)) for node, host in enumerate(self.hosts)]
 
 
 @pytest.fixture

@@ -35,6 +35,21 @@ def test_who_is_lost_and_who_comes_is_found() -> None:
     assert (history.lost, history.joined, history.returned, history.pause, history.part) == (2, 2, 1, 40.5, 1.0)
 
 
+def test_a_machine_that_is_lost_and_back_before_the_next_membership_is_found() -> None:
+    history = MembershipHistory()
+    history.record(members(1, "a", "b", "b")._replace(launchers=("1", "2", "3")))
+    history.record(members(2, "a", "b", "b")._replace(launchers=("1", "2", "3")))
+    assert history.latest is None, "it has continued with new processes"
+    history.record(members(3, "a", "b", "b")._replace(launchers=("1", "3", "4")), pause=9.0)
+    assert history.latest == MembershipEntry(3, 3, 24, 24, 3, ("b",), ("b",), pause=9.0)
+    assert (history.lost, history.returned) == (1, 1)
+    restored = MembershipHistory()
+    restored.go_on(json.loads(json.dumps(history.state_dict())), 0, ())
+    assert restored.members == history.members
+    history.record(members(4, "a", "b", "b"))
+    assert history.latest is None, "which launchers these are is not known"
+
+
 def test_two_machines_may_have_one_name() -> None:
     history = MembershipHistory()
     history.record(members(1, "a", "a", "a"))

@@ -30,7 +30,7 @@ from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.places import expect_place, variables_of
-from trainer_kit.launch.rank_processes import RankProcesses
+from trainer_kit.launch.rank_processes import RankProcesses, newest_step
 from trainer_kit.launch.restart_limit import FailureHistory, PastFailure, RestartLimit
 from trainer_kit.strategies.session import REPLACE
 from trainer_kit.utils.new_place import NEW, clear, give_place, open_for, set_joining, waiting
@@ -237,7 +237,7 @@ class Agent(LocalElasticAgent):
             raise InterruptedError("a signal came before the processes were started")
         self.has_started = True
         clear(self._scratch)
-        self._step_at_start = self._step()
+        self._step_at_start = newest_step(self._progress_file)
         if hasattr(signal, "pthread_sigmask") and not isinstance(worker_group.spec.entrypoint, str):
             # A new process inherits the mask, which holds Ctrl-C back until `Function` can handle it.
             if self._start_method != "fork":
@@ -405,10 +405,15 @@ class Agent(LocalElasticAgent):
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
         lost = self._machines.lost()
         goes_on = bool(lost) or self._goes_on()
-        first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))
+        leaves = not (goes_on or self._is_preparing) and self._failures.is_worn_out(self._machines.host)
+        leaves = leaves and self._machines.can_leave()
+        first = self._machines.announce(self.failed, goes_on or leaves, is_loss=bool(lost))
         if first.failure.rank != self.failed.rank:
             return self._follow(first)
-        if lost:
+        if leaves:
+            self._machines.rendezvous.expect_to_leave()
+            self._say(f"{self._machines.host} leaves the run, which the other machines continue")
+        elif lost:
             self._say(f"{summary(self.failed)}; lost: {lost}; restart, which --max-restarts does not count")
         else:
             self._failures.record(self._machines.host)
@@ -436,13 +441,8 @@ class Agent(LocalElasticAgent):
         if self._limit.failures == 0 or self._is_preparing:
             return False
         assert self.failed is not None
-        goes_on, words = self._failures.decide(self._step(), self._step_at_start, self._machines.host)
+        goes_on, words = self._failures.decide(
+            newest_step(self._progress_file), self._step_at_start, self._machines.host
+        )
         self._say(f"{summary(self.failed)}; {words}" if goes_on else f"not restarted: {words}")
         return goes_on
-
-    def _step(self) -> int | None:
-        """Return the step of the newest checkpoint, which the ranks report; None if there is none."""
-        try:
-            return int(self._progress_file.read_text())
-        except (FileNotFoundError, ValueError):
-            return None

@@ -111,3 +111,15 @@ class RankProcesses:
         """Return whether a rank has just written its error, so that it is about to exit."""
         error_file = self._context.error_files[local_rank]
         return os.path.exists(error_file) and time.time() - os.path.getmtime(error_file) <= _HANGING_SECONDS
+
+
+def newest_step(progress: Path) -> int | None:
+    """Return the step of the newest checkpoint, which the ranks report; None if there is none.
+
+    Args:
+        progress: File that they report it in.
+    """
+    try:
+        return int(progress.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

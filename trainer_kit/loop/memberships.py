@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 
@@ -17,8 +18,10 @@ def present_members(run: Run) -> Members:
     processes = collectives.world_size
     if launch is None or processes < place.world_size:  # a process that trains alone
         return Members(-(-processes // place.local_world_size), processes)
-    machines = dict(collectives.gather_object((place.node, socket.gethostname())))
-    return Members(len(machines), processes, launch.run, launch.number, tuple(sorted(machines.values())))
+    launcher = os.path.basename(environment.regroup_folder() or "")
+    machines = dict(collectives.gather_object((place.node, (socket.gethostname(), launcher))))
+    hosts, launchers = zip(*sorted(machines.values()), strict=True)
+    return Members(len(machines), processes, launch.run, launch.number, hosts, launchers if all(launchers) else ())
 
 
 def note_start(run: Run) -> None:

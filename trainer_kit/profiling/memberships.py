@@ -17,6 +17,7 @@ class Members(NamedTuple):
         launch: ID of a launch whose machines may change; empty for any other.
         number: Number of its membership; 0 if the launcher gives none.
         hosts: Host names of its machines, sorted; empty if the machines cannot change.
+        launchers: IDs of their launchers, in the same order; empty if they are not known.
     """
 
     machines: int = 1
@@ -24,6 +25,16 @@ class Members(NamedTuple):
     launch: str = ""
     number: int = 0
     hosts: tuple[str, ...] = ()
+    launchers: tuple[str, ...] = ()
+
+    def without(self, others: Members) -> tuple[str, ...]:
+        """Return the hosts of the machines that are not among others; one that has started again is another one."""
+        are_known = all(len(each.launchers) == len(each.hosts) for each in (self, others))
+        own, rest = (
+            Counter(zip(each.hosts, each.launchers if are_known else each.hosts, strict=True))
+            for each in (self, others)
+        )
+        return tuple(sorted(host for host, _ in (own - rest).elements()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +121,9 @@ class MembershipHistory:
         """Number of times that a machine has come again."""
         away, returned = Counter[str](), 0
         for entry in self.entries:
+            away += Counter(entry.lost)
             returned += (away & Counter(entry.joined)).total()
-            away = away - Counter(entry.joined) + Counter(entry.lost)
+            away -= Counter(entry.joined)
         return returned
 
     @property
@@ -138,8 +150,8 @@ class MembershipHistory:
         if not self.entries:
             self.entries.append(MembershipEntry(max(1, members.number), *sizes))
             return
-        lost = tuple(sorted((Counter(before.hosts) - Counter(members.hosts)).elements())) if is_same_launch else ()
-        joined = tuple(sorted((Counter(members.hosts) - Counter(before.hosts)).elements())) if is_same_launch else ()
+        lost = before.without(members) if is_same_launch else ()
+        joined = members.without(before) if is_same_launch else ()
         if sizes == (before.machines, before.processes) and not (lost or joined):
             return
         number = max(members.number, self.entries[-1].number + 1)
@@ -171,13 +183,13 @@ class MembershipHistory:
             return
         self.entries = [MembershipEntry.from_dict(entry) for entry in state["entries"]]
         members = state["members"]
-        self.members = Members(**members | {"hosts": tuple(members.get("hosts", ()))})
+        self.members = Members(**members | {key: tuple(members.get(key, ())) for key in ("hosts", "launchers")})
         self.full, self.steps_again = state["full"], state["again"] + steps
         for values in logged:
             entry = MembershipEntry.from_dict(values)
             hosts = Counter(self.members.hosts) - Counter(entry.lost) + Counter(entry.joined)
             self.members = self.members._replace(
-                machines=entry.machines, processes=entry.processes, hosts=tuple(sorted(hosts.elements()))
+                machines=entry.machines, processes=entry.processes, hosts=tuple(sorted(hosts.elements())), launchers=()
             )
             self.full = max(self.full, entry.processes)
             self.entries.append(entry)

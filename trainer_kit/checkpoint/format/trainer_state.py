@@ -98,12 +98,12 @@ _ARGUMENTS: Mapping[str, Rule] = {
 _LEDGER: Mapping[str, Rule] = {"seconds": OBJECT, "time": _SECONDS}
 _MEMBERSHIPS: Mapping[str, Rule] = {"entries": _LIST, "members": OBJECT, "full": _SIZE, "again": COUNT}
 _MEMBERSHIP: Mapping[str, Rule] = {"number": _SIZE, "machines": _SIZE, "processes": _SIZE}
-_HOSTS: Rule = (
+_TEXTS: Rule = (
     lambda value: isinstance(value, (list, tuple)) and all(type(each) is str for each in value),
-    "a list of host names",
+    "a list of texts",
 )
 _MEMBERS: Mapping[str, Rule] = {
-    "machines": _SIZE, "processes": _SIZE, "launch": TEXT, "number": COUNT, "hosts": _HOSTS
+    "machines": _SIZE, "processes": _SIZE, "launch": TEXT, "number": COUNT, "hosts": _TEXTS, "launchers": _TEXTS
 }  # fmt: skip
 _DATA: Mapping[str, Rule] = {"workers": _LIST, "turn": COUNT}
 _ORDER: dict[str, Rule] = {"order": COUNT, "sampler": (lambda value: True, "a state")}
