@@ -50,7 +50,7 @@ class Inputs:
     taken: float = 0.7
     away: float = HOUR
     silent: float = 0.15
-    noticed: float = 23.0
+    noticed: float = 15.0
     noticed_fixed: float = 35.0
     person: float = 2 * HOUR
     patience: float = 600.0
