@@ -101,7 +101,7 @@ class LostProcessError(TrainerKitError, RuntimeError):
     """Another process of the run has ended or does not answer.
 
     Attributes:
-        waited: Seconds that this process had waited for it when it noticed.
+        waited: Seconds that this process was in the call that failed because of it, as it waited for the other one.
     """
 
     waited = 0.0

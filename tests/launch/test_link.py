@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from kit.clock import Clock
 from torch._C._distributed_c10d import PrefixStore
@@ -11,6 +13,7 @@ from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
 from trainer_kit.launch.link import Link
 from trainer_kit.launch.membership import Membership, Readiness
+from trainer_kit.launch.news import OPEN
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.store import serve_store
 
@@ -72,4 +75,21 @@ def test_a_store_that_has_not_answered_is_not_asked_at_once_again(
     assert own.is_alive()
     assert own.is_alive()
     assert len(asked) == 3
+    own.stop()
+
+
+@pytest.mark.parametrize("way", ["opens", "never opens", "stopped"])
+def test_a_training_is_given_a_moment_to_open(way: str, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    own = Link("127.0.0.1", port(store), "run", 0.01, serves=True)
+
+    def sleep(seconds: float) -> None:
+        clock.now += 1.0
+        if way == "opens" and clock.now > 1003:
+            PrefixStore("7", own.store).set(OPEN, "digest")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+        own.wait_for_opening(7, lambda: way == "stopped")
+    assert clock.now == {"opens": 1004, "never opens": 1010, "stopped": 1000}[way]
     own.stop()

@@ -273,7 +273,7 @@ class Meeting:
         self.said = list[str]()
         self.published: Published | None = Published(Membership(3, ("a", "b")))
         self.digest: str | None = "digest"
-        self.is_lost = False
+        self.is_lost = self.has_left_store = False
 
     def is_outvoted(self) -> bool:
         return False
@@ -288,6 +288,9 @@ class Meeting:
 
     def announce(self) -> None:
         self.announced.append(self.readiness)
+
+    def leave_store(self) -> None:
+        self.has_left_store = True
 
 
 @pytest.fixture
@@ -306,6 +309,7 @@ def test_ranks_start_with_the_others_where_they_cannot_join(way: str, meeting: t
     run.is_lost = way == "lost"
     assert own.begin() is None
     assert run.announced == []
+    assert run.has_left_store == (way == "lost"), "the meeting finds another one"
 
 
 def test_ranks_prepare_and_are_ready_and_join(meeting: tuple[Newcomer, Meeting, Clock]) -> None:
@@ -345,6 +349,7 @@ def test_ranks_that_cannot_join_start_again_with_the_others(
     assert run.readiness is Readiness.NOT_STARTED
     is_told = run.announced[-1] is Readiness.NOT_STARTED  # before the ranks have ended
     assert is_told == (way != "lost")
+    assert run.has_left_store == (way == "lost")
     reason = {
         "other": ", whose training differs from that of the run or is at another place of the script",
         "closed": " now", "not opened": " now",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
+from kit.clock import Clock
 from kit.ranks import free_port
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -25,17 +26,21 @@ def store() -> TCPStore:
     return serve_store(LaunchConfig(), "127.0.0.1")
 
 
-def published(addresses: Mapping[int, str], port: int, run_id: str = "run") -> dict[int, int]:
-    return OtherStores(addresses, port, run_id).published(None)
+def others(*addresses: str, port: int = 1, run_id: str = "run", own: int | None = None) -> OtherStores:
+    config = LaunchConfig(
+        master_addr=",".join(addresses), master_port=port, rdzv_id=run_id, num_nodes=4, min_nodes=1, cpu=True
+    )
+    return OtherStores(config, own)
 
 
 def test_the_memberships_of_other_candidates(store: TCPStore) -> None:
-    assert published({0: "127.0.0.1"}, store.port) == {}, "no keeper"
+    assert others("127.0.0.1", port=store.port).published(None) == {}, "no keeper"
     PrefixStore("run", store).set(MEMBERSHIP, Published(Membership(7, ("id",), "run", ("host",))).to_json())
-    assert published({0: "127.0.0.1", 2: "127.0.0.2", 3: NOWHERE}, store.port) == {0: 7, 2: 7}
-    assert published({0: "127.0.0.1"}, store.port, "another run") == {}
-    assert published({0: "127.0.0.1"}, free_port()) == {}
-    assert published({}, free_port()) == {}
+    addresses = "127.0.0.1", "127.0.0.3", "127.0.0.2", NOWHERE
+    assert others(*addresses, port=store.port, own=1).published(None) == {0: 7, 2: 7}
+    assert others("127.0.0.1", port=store.port, run_id="another").published(None) == {}
+    assert others("127.0.0.1", port=free_port()).published(None) == {}
+    assert others("127.0.0.1", own=0).published(None) == {}
 
 
 def test_a_silent_candidate_holds_no_other_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,11 +54,41 @@ def test_a_silent_candidate_holds_no_other_up(monkeypatch: pytest.MonkeyPatch) -
         return 8
 
     monkeypatch.setattr(other_stores, "_published_at", ask)
-    others = OtherStores({1: NOWHERE, 2: "127.0.0.1"}, 0, "run")
-    assert others.published(0.2) == {2: 8}
-    assert others.published(0.2) == {2: 8}
+    silent = others("127.0.0.2", NOWHERE, "127.0.0.1", own=0)
+    assert silent.published(0.2) == {2: 8}
+    assert silent.published(0.2) == {2: 8}
     assert sorted(asked) == ["127.0.0.1", "127.0.0.1", NOWHERE]
     answer.set()
     end = time.monotonic() + 60
-    while others.published(0.2) != {1: 8, 2: 8}:
+    while silent.published(0.2) != {1: 8, 2: 8}:
         assert time.monotonic() < end
+
+
+def test_an_answer_of_long_ago_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may have ended since."""
+    clock, number, answered = Clock(), 7, threading.Event()
+
+    def ask(address: str, port: int, run_id: str) -> int:
+        answered.wait(60)
+        return number
+
+    monkeypatch.setattr(other_stores, "_published_at", ask)
+    candidate = others("127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(other_stores, "time", SimpleNamespace(monotonic=clock.monotonic))
+        assert candidate.published(0.0) == {}
+        answered.set()
+        end = time.monotonic() + 60
+        while not candidate._asked[0][1].done():
+            assert time.monotonic() < end
+        number = 8
+        clock.now += 4
+        assert candidate.published(60) == {0: 7}
+        answered.clear()
+        assert candidate.published(0.0) == {}
+        answered.set()
+        while not candidate._asked[0][1].done():
+            assert time.monotonic() < end
+        number = 9
+        clock.now += 6
+        assert candidate.published(60) == {0: 9}

@@ -198,16 +198,30 @@ def test_what_is_done_again_is_lost_though_the_device_is_behind(book: Ledger, cl
     assert book.seconds() == {"setup": 0.0, "forward": 3.0 + 1.0, "lost": 2.0 + 4.0}
 
 
-def test_a_wait_is_counted_as_another_activity(book: Ledger, clock: Clock) -> None:
-    clock.now = 5.0
-    place = book.place()
-    book.enter("backward")
-    clock.now = clock.come_to = 25.0
-    book.lose(place)
-    book.recount(12.0, "regroup")
-    book.enter("regroup")
-    clock.now = clock.come_to = 26.0
-    assert book.seconds() == {"setup": 5.0, "lost": 8.0, "regroup": 13.0}
+def test_a_wait_is_counted_as_another_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one within an activity that the error has ended."""
+    now = [100.0]
+    monkeypatch.setattr(time_ledger.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time_ledger.HostClock, "mark", staticmethod(time_ledger.time.perf_counter))
+    book = Ledger()
+    now[0] += 5
+    with contextlib.suppress(ConnectionError), book.during("evaluation"):
+        now[0] += 20
+        raise ConnectionError
+    now[0] += 1
+    book.enter_since(13.0, "regroup")
+    now[0] += 2
+    book.enter("loop")
+    assert book.seconds() == pytest.approx({"setup": 5.0, "evaluation": 8.0, "regroup": 15.0, "loop": 0.0})
+    book.enter_since(1000.0, "regroup")
+    assert book.seconds() == pytest.approx({"setup": 5.0, "evaluation": 8.0, "regroup": 15.0, "loop": 0.0})
+
+
+def test_a_wait_is_counted_as_it_was_by_a_device_with_a_clock_of_its_own(book: Ledger, clock: Clock) -> None:
+    clock.now = clock.come_to = 5.0
+    book.enter_since(3.0, "regroup")
+    clock.now = clock.come_to = 6.0
+    assert book.seconds() == {"setup": 5.0, "regroup": 1.0}
 
 
 def test_what_is_done_again_is_lost_after_many_activities(book: Ledger, clock: Clock) -> None:

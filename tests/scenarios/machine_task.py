@@ -85,7 +85,7 @@ class Slow(torch.utils.data.Dataset[Any]):
 class Dies(Callback):
     """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly; or only a process.
 
-    With "evaluation", it ends while it evaluates after step 6; with "always", the process after each start.
+    With "evaluation", it ends while it evaluates after step 6.
     """
 
     def __init__(self, host: str, moment: str) -> None:
@@ -103,8 +103,7 @@ class Dies(Callback):
     def on_step_begin(self, run: Run) -> None:
         if self.moment == "save" and run.state.step == 6:
             self.die()
-        is_first = self.moment == "process" and not run.strategy.session.restarts
-        if (is_first or self.moment == "always") and run.state.step == 7 and self.is_here:
+        if self.moment == "process" and run.state.step == 7 and self.is_here and not run.strategy.session.restarts:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, run: Run) -> None:

@@ -103,23 +103,6 @@ def test_a_process_is_killed_while_its_machine_stays(elastic: Elastic) -> None:
     assert not any("restart 2 of 5" in each.err for each in ended)
 
 
-@pytest.mark.parametrize("bad", [2, 0])
-def test_a_machine_whose_process_always_dies_leaves(bad: int, elastic: Elastic) -> None:
-    """The others are enough, and their failures are counted without its own."""
-    elastic.candidates = 3
-    commands = elastic.start_all(pause=0.1, dies="always", victim=bad, restarts="1/1h")
-    ended = finish(*commands)
-    worn_out, others = ended[bad], [each for place, each in enumerate(ended) if place != bad]
-    elastic.check(*others)
-    assert worn_out.code == 137, "that of the process"
-    assert "restart 1 of 1 within 1 h, from the checkpoint of step 6" in worn_out.err
-    assert "this is failure 2, and --max-restarts allows 1 within 1 h; 2 of the 2 failures were on" in worn_out.err
-    assert f"{HOSTS[bad]} leaves the run, which the other machines continue" in worn_out.err
-    assert f"rank {bad} on {HOSTS[bad]} was killed by SIGKILL" in worn_out.err.replace("rank 1", f"rank {bad}")
-    for each in others:
-        assert f"{HOSTS[bad]} is gone: 2 of 3 machines continue" in each.err
-
-
 def test_a_lost_machine_is_no_failure_of_new_processes_either(elastic: Elastic) -> None:
     """Sharded weights are lost with the machine; the launchers may restart after no failure at all."""
     commands = elastic.start_all(fsdp=True, model="noisy", batch_size=3, pause=0.1, dies="step", restarts="0")
@@ -227,7 +210,7 @@ def test_a_machine_falls_silent_and_comes_back(silent: str, elastic: Elastic) ->
     elastic.wait_for_text(f"{HOSTS[number]} joins: the run continues with it", *commands)
     ended = finish(*commands)
     elastic.check(*ended)
-    assert len(elastic.processes()) == 4, "the others have stayed in their processes"
+    assert len(elastic.processes()) == 4, [each.err for each in ended]
     lost, joined = elastic.memberships()
     assert (lost["lost"], joined["joined"]) == ([HOSTS[number]], [HOSTS[number]])
     assert (lost["in_process"], joined["in_process"]) == (True, True)

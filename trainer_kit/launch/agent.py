@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -111,18 +112,20 @@ class Agent(LocalElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Start the ranks: those of a newcomer before it meets the other machines."""
-        running = None if self._newcomer is None or self._has_met else self._newcomer.begin()
-        if running is not None:
-            self._is_preparing = True
-            self._machines.leave()
-            expect_place(worker_group, running)
-            self._starts = running.membership.number
-            self._remaining_restarts = worker_group.spec.max_restarts - self._starts
-            os.environ[environment.MEMBERSHIP] = ""
-        try:
-            super()._initialize_workers(worker_group)
-        except IsNewcomerError:  # the run has begun without this machine, which waits for a place
-            self._initialize_workers(worker_group)
+        while True:
+            running = None if self._newcomer is None or self._has_met else self._newcomer.begin()
+            if running is not None:
+                self._is_preparing = True
+                self._machines.leave()
+                expect_place(worker_group, running)
+                self._starts = running.membership.number
+                self._remaining_restarts = worker_group.spec.max_restarts - self._starts
+                os.environ[environment.MEMBERSHIP] = ""
+            with contextlib.suppress(
+                IsNewcomerError
+            ):  # the run has begun without this machine, which waits for a place
+                super()._initialize_workers(worker_group)
+                return
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, unless the ranks start before that.
@@ -218,6 +221,8 @@ class Agent(LocalElasticAgent):
         except IsNewcomerError:  # their state is old
             self._stays = self._machines.rendezvous.stays = False
             otherwise = dict[str, str]()
+            assert self._newcomer is not None
+            self._newcomer.withdraw()
         set_joining(self._scratch, False)
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
@@ -405,15 +410,10 @@ class Agent(LocalElasticAgent):
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
         lost = self._machines.lost()
         goes_on = bool(lost) or self._goes_on()
-        leaves = not (goes_on or self._is_preparing) and self._failures.is_worn_out(self._machines.host)
-        leaves = leaves and self._machines.can_leave()
-        first = self._machines.announce(self.failed, goes_on or leaves, is_loss=bool(lost))
+        first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))
         if first.failure.rank != self.failed.rank:
             return self._follow(first)
-        if leaves:
-            self._machines.rendezvous.expect_to_leave()
-            self._say(f"{self._machines.host} leaves the run, which the other machines continue")
-        elif lost:
+        if lost:
             self._say(f"{summary(self.failed)}; lost: {lost}; restart, which --max-restarts does not count")
         else:
             self._failures.record(self._machines.host)

@@ -35,7 +35,7 @@ from trainer_kit.utils.membership_claim import read_claim
 from trainer_kit.utils.units import join_names
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 0.2  # for other candidates, where this machine need not know of all
+_ANSWER_SECONDS, _SERVE_SECONDS = 0.2, 1.0  # for other candidates; before this machine serves a store in their place
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
 _ARRIVAL_LOOK_SECONDS = 0.02
 _STILL_TRAINING = "the others may still be training; stopped, start again to join them"
@@ -76,8 +76,7 @@ class ElasticRendezvous(RendezvousHandler):
     ) -> None:
         self._config = config
         self._candidates, self._own = config.candidates, own_candidate(config)
-        others = {place: address for place, address in enumerate(self._candidates) if place != self._own}
-        self._others = OtherStores(others, config.port, config.run_id)
+        self._others = OtherStores(config, self._own)
         self._say = say
         self._is_stopped = is_stopped
         self._until = Waiting(config.meeting_seconds, say, is_stopped, by_command).until
@@ -139,11 +138,12 @@ class ElasticRendezvous(RendezvousHandler):
         """
         self._read_claim()
         if self._is_outvoted:
-            self._unlink()
+            self.leave_store()
         while True:
             try:
                 link = self._linked()
-                if self.can_prepare and self.stays and self.running() is not None:
+                if self.can_prepare and self.stays and (running := self.running()) is not None:
+                    link.wait_for_opening(running.membership.number, self._is_stopped)
                     raise IsNewcomerError
                 if self.readiness is Readiness.TRAINING:
                     self.readiness = Readiness.NOT_STARTED
@@ -159,7 +159,7 @@ class ElasticRendezvous(RendezvousHandler):
             except RuntimeError:  # the connection to the store broke, or another one is better
                 if self.serves and len(self._candidates) == 1:
                     raise
-                self._unlink()
+                self.leave_store()
         address = self._candidates[self._own] if self._own is not None and self.serves else link.address
         info = RendezvousStoreInfo(address, published.port)
         machines = published.membership.machines
@@ -273,13 +273,13 @@ class ElasticRendezvous(RendezvousHandler):
         order, is_new = list(range(len(self._candidates))), not self._past
         # A new run begins at the first candidate alone, and only if no other one serves a store.
         order.sort(key=lambda place: (place != self._better, place == self._own and is_new, place))
-        there = self._others.published(None if is_new else _ANSWER_SECONDS) if len(self._candidates) > 1 else {0: 0}
+        there = self._others.published(None if is_new else _SERVE_SECONDS) if len(self._candidates) > 1 else {0: 0}
         for place in order:
             if place == self._own:
                 if place == 0 or not is_new:
                     self._serve()
                     return True
-            elif place in there and self._connect(self._candidates[place]):
+            elif (place == self._better or place in there) and self._connect(self._candidates[place]):
                 return True
         return False
 
@@ -311,7 +311,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._rank_servers.append(serve_free_port())
         return self._rank_servers[-1].port
 
-    def _unlink(self) -> None:
+    def leave_store(self) -> None:
         """Leave the store, and end it if this machine serves it."""
         if self._link is not None:
             self._link.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -24,6 +25,7 @@ from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
 
 _SILENCE_SECONDS = 5.0
+_OPENING_SECONDS = 10.0
 
 
 class IsNewcomerError(Exception):
@@ -86,6 +88,17 @@ class Link:
             number: Number of the membership that runs.
         """
         return opening(PrefixStore(str(number), self.store))
+
+    def wait_for_opening(self, number: int, is_stopped: Callable[[], bool]) -> None:
+        """Wait a moment for a training that has just changed its machines to take in newcomers; some never do.
+
+        Args:
+            number: See `open_for`.
+            is_stopped: Returns whether to stop waiting.
+        """
+        end = time.monotonic() + _OPENING_SECONDS
+        while self.open_for(number) is None and time.monotonic() < end and not is_stopped():
+            time.sleep(0.1)
 
     def takes_in_newcomers(self, number: int) -> bool:
         """Return whether newcomers can prepare to join a membership; not while its machines are about to change.

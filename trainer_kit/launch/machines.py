@@ -182,12 +182,11 @@ class Machines:
     def can_be_replaced(self) -> bool:
         """Return whether the others can continue without this machine, and another one waits for its place."""
         try:
-            return self.can_leave() and self.rendezvous.waiting() > 0
+            return self._can_leave() and self.rendezvous.waiting() > 0
         except RuntimeError:  # the store is gone
             return False
 
-    def can_leave(self) -> bool:
-        """Return whether the others can continue without this machine."""
+    def _can_leave(self) -> bool:
         least = self._config.min_nodes
         are_enough = least is not None and self._count - 1 >= least
         return are_enough and self._is_reachable() and self.rendezvous.can_leave()
@@ -198,7 +197,7 @@ class Machines:
         Args:
             host: Name of this machine.
         """
-        if not self.can_leave():
+        if not self._can_leave():
             return
         change = Change(f"{host} leaves: the run saves and continues without it", is_joining=False)
         try:

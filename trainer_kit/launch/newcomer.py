@@ -65,7 +65,10 @@ class Newcomer:
                 return None
             rendezvous.readiness = Readiness.PREPARING
             rendezvous.announce()
-        except (RuntimeError, RendezvousGracefulExitError):  # the meeting finds another store, or reports the end
+        except RuntimeError:  # the store is gone, or another one is better
+            self._start_with_others()
+            return None
+        except RendezvousGracefulExitError:  # the meeting reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
             return None
         count = len(running.membership.machines)
@@ -91,8 +94,14 @@ class Newcomer:
                 rendezvous.readiness = Readiness.NOT_STARTED
                 rendezvous.announce()  # the ranks may take long to end
         except RuntimeError:  # the store is gone, or another one is better
-            rendezvous.readiness, outlook = Readiness.NOT_STARTED, Outlook.START_AGAIN
+            self._start_with_others()
+            outlook = Outlook.START_AGAIN
         return outlook
+
+    def _start_with_others(self) -> None:
+        """Let the meeting find another store."""
+        self._rendezvous.readiness = Readiness.NOT_STARTED
+        self._rendezvous.leave_store()
 
     def withdraw(self) -> None:
         """Take no place, since the ranks end."""
@@ -117,7 +126,7 @@ class Newcomer:
             reason = "whose training differs from that of the run or is at another place of the script"
             why = f", {reason}" if digest else " now"
             self._say(f"the run cannot take in these processes{why}: they start again with those of the other machines")
-            rendezvous.can_prepare = False
+            rendezvous.can_prepare = not digest
             return Outlook.START_AGAIN
         self._known_at = now
         if not is_ready:

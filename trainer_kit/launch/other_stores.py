@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
-from collections.abc import Mapping
+import time
 from concurrent.futures import Future
 
 from torch._C._distributed_c10d import PrefixStore
 
+from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import MEMBERSHIP, Published
 from trainer_kit.launch.store import answers, connect_store
 
 _PEEK_SECONDS = 2.0
+_FRESH_SECONDS = 5.0
 
 
 class OtherStores:
@@ -21,29 +24,34 @@ class OtherStores:
     They are asked at the same time and in the background, since a candidate that is cut off takes seconds.
 
     Args:
-        addresses: Addresses of the other candidates, by place.
-        port: Port of the store.
-        run_id: Name of the run.
+        config: Launch configuration.
+        own: Place of this machine among the candidates; None if it is no candidate.
     """
 
-    def __init__(self, addresses: Mapping[int, str], port: int, run_id: str) -> None:
-        self._addresses, self._port, self._run_id = addresses, port, run_id
-        self._asked: dict[int, Future[int | None]] = {}
+    def __init__(self, config: LaunchConfig, own: int | None) -> None:
+        self._addresses = {place: address for place, address in enumerate(config.candidates) if place != own}
+        self._port, self._run_id = config.port, config.run_id
+        self._asked: dict[int, tuple[float, Future[int | None]]] = {}
 
     def published(self, patience: float | None) -> dict[int, int]:
         """Return the numbers of the memberships in the stores that answer, by place.
 
         Args:
-            patience: Seconds to wait for answers; None: as long as it takes. A later answer is in the next call's.
+            patience: Seconds to wait for answers; None: as long as it takes. Those that come later are in the result of
+                the next call, if that comes soon.
         """
+        now, found = time.monotonic(), dict[int, int]()
         for place, address in self._addresses.items():
-            if place not in self._asked:
-                self._asked[place] = self._ask(address)
-        concurrent.futures.wait(self._asked.values(), timeout=patience)
-        answered = {place: question.result() for place, question in self._asked.items() if question.done()}
-        for place in answered:
-            del self._asked[place]
-        return {place: number for place, number in answered.items() if number is not None}
+            begun, question = self._asked.get(place, (-math.inf, None))
+            if question is None or (question.done() and now - begun > _FRESH_SECONDS):
+                self._asked[place] = now, self._ask(address)
+        concurrent.futures.wait([question for _, question in self._asked.values()], timeout=patience)
+        for place, (_, question) in list(self._asked.items()):
+            if question.done():
+                del self._asked[place]
+                if (number := question.result()) is not None:
+                    found[place] = number
+        return found
 
     def _ask(self, address: str) -> Future[int | None]:
         question: Future[int | None] = Future()
@@ -68,5 +76,5 @@ def _published_at(address: str, port: int, run_id: str) -> int | None:
         if not store.check([MEMBERSHIP]):
             return None
         return Published.from_json(store.get(MEMBERSHIP)).membership.number
-    except (RuntimeError, TimeoutError):  # it is just ending, or another program
+    except (RuntimeError, TimeoutError, ValueError):  # it is just ending, or another program
         return None

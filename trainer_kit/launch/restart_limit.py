@@ -97,8 +97,7 @@ class FailureHistory:
     def decide(self, step: int | None, step_at_start: int | None, host: str = "") -> tuple[bool, str]:
         """Decide whether to restart after one more failure.
 
-        It is allowed within the limit; beyond, if no time belongs to the limit, while the run makes progress. Failures
-        of another machine that alone exceed the limit do not count: it has left the run.
+        It is allowed within the limit; beyond, if no time belongs to the limit, while the run makes progress.
 
         Args:
             step: Step of the newest checkpoint; None if there is none.
@@ -108,9 +107,7 @@ class FailureHistory:
         Returns:
             Whether to restart, and what is to be said about it.
         """
-        hosts, limit = Counter(failure.host for failure in self.past()), self.limit
-        worn_out = {name for name, count in hosts.items() if name not in ("", host) and count > limit.failures}
-        number = 1 + sum(count for name, count in hosts.items() if name not in worn_out)
+        number, limit = self.count + 1, self.limit
         where = "" if step is None else f", from the checkpoint of step {step}"
         if number <= limit.failures:
             return True, f"restart {number} of {limit}{where}"
@@ -121,18 +118,6 @@ class FailureHistory:
             restarts = f"{number - 1} restarts are made"
             return False, f"{restarts}, and no checkpoint is {since} since the last{self._most(host)}"
         return True, f"restart {number}, more than max_restarts={limit}, since there is a newer checkpoint{where}"
-
-    def is_worn_out(self, host: str) -> bool:
-        """Return whether a machine should leave after one more failure on it, since these alone exceed the limit.
-
-        Only the first such machine should: a failure that moves on to others is not the machine's.
-
-        Args:
-            host: See `PastFailure`.
-        """
-        hosts = Counter([*(failure.host for failure in self.past()), host])
-        worn_out = {name for name, count in hosts.items() if count > self.limit.failures > 0}
-        return bool(host) and worn_out == {host}
 
     def _most(self, host: str) -> str:
         """Return which machine had more failures than each other one, if it had several; "" if there is none."""

@@ -169,8 +169,7 @@ class Regrouping:
         waited = end.waited if isinstance(end, LostProcessError) else 0.0
         begin = since = time.perf_counter() - waited
         processes = run.strategy.world_size
-        run.ledger.recount(waited, REGROUP)
-        run.ledger.enter(REGROUP)
+        run.ledger.enter_since(waited, REGROUP)
         committed, was_saving = list(self.checkpoints.saver.committed), self.checkpoints.saver.is_busy
         for attempt in range(1, _ATTEMPTS + 1):
             _forget_frames(end)

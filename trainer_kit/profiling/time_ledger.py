@@ -254,15 +254,21 @@ class Ledger:
         for number in range(2 * max(0, place - self._folded), len(self._entries), 2):
             self._entries[number] = LOST
 
-    def recount(self, seconds: float, activity: str) -> None:
-        """Count the last seconds of what happens now as another activity.
+    def enter_since(self, seconds: float, activity: str) -> None:
+        """Begin an activity some seconds ago, in place of what happened since.
+
+        A device with a clock of its own counts these seconds as they were.
 
         Args:
             seconds: Seconds.
             activity: Name of the activity.
         """
-        self._add(self._entries[-2], -seconds)
-        self._add(activity, seconds)
+        begin = time.perf_counter() - seconds
+        if self._mark is HostClock.mark:
+            while len(self._entries) > 2 and self._entries[-1] >= begin:
+                del self._entries[-2:]
+            self._entries.extend((activity, max(begin, self._entries[-1])))
+        self.enter(activity)
 
     def _fold(self) -> None:
         """Add the elapsed time to the totals; keep the last mark that the device has reached."""
