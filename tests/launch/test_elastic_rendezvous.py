@@ -238,6 +238,7 @@ def test_a_machine_that_the_others_have_left_behind_comes_as_a_newcomer(can_prep
     try:
         time.sleep(0.5)
         assert not infos[0].store.check([CHANGE])
+        infos[0].store.set(OPEN, "digest")
         late._link = beats
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(late.next_rendezvous)

@@ -182,7 +182,7 @@ def test_a_machine_that_has_joined_goes_on_alone(elastic: Elastic) -> None:
     elastic.machines.kill(0)
     (ended,) = finish(commands[1])
     elastic.check(ended)
-    assert len(elastic.processes()) == 3, "no process was started a second time"
+    assert len(elastic.processes()) == 3, ended.err
     changes = [(each["processes_before"], each["processes"], each["in_process"]) for each in elastic.memberships()]
     assert changes == [(2, 1, True), (1, 2, True), (2, 1, True)]
     assert "this process is the main one now" in ended.err
