@@ -75,9 +75,13 @@ class Elastic:
         self.wait_for_step(5, commands[0])
         return commands
 
+    def steps(self) -> set[int]:
+        """Numbers of the steps that any process has taken."""
+        return {int(mark.name.rpartition("-")[2]) for mark in self.marks.iterdir()}
+
     def wait_for_step(self, step: int, command: Command) -> None:
         end = time.monotonic() + 120
-        while not any(int(mark.name.rpartition("-")[2]) >= step for mark in self.marks.iterdir()):
+        while not any(number >= step for number in self.steps()):
             assert command.is_running(), command.err.read_text()
             assert time.monotonic() < end, command.err.read_text()
             time.sleep(0.02)
