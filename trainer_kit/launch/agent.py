@@ -121,9 +121,8 @@ class Agent(LocalElasticAgent):
                 self._starts = running.membership.number
                 self._remaining_restarts = worker_group.spec.max_restarts - self._starts
                 os.environ[environment.MEMBERSHIP] = ""
-            with contextlib.suppress(
-                IsNewcomerError
-            ):  # the run has begun without this machine, which waits for a place
+            # The run may have begun without this machine, which waits for a place and becomes a newcomer.
+            with contextlib.suppress(IsNewcomerError):
                 super()._initialize_workers(worker_group)
                 return
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import math
-import threading
 import time
 from concurrent.futures import Future
 
@@ -13,6 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.keeper import MEMBERSHIP, Published
 from trainer_kit.launch.store import answers, connect_store
+from trainer_kit.utils.background import in_background
 
 _PEEK_SECONDS = 2.0
 _FRESH_SECONDS = 5.0
@@ -41,10 +40,11 @@ class OtherStores:
                 the next call, if that comes soon.
         """
         now, found = time.monotonic(), dict[int, int]()
-        for place, address in self._addresses.items():
-            begun, question = self._asked.get(place, (-math.inf, None))
-            if question is None or (question.done() and now - begun > _FRESH_SECONDS):
-                self._asked[place] = now, self._ask(address)
+        for place, (begun, question) in list(self._asked.items()):
+            if question.done() and now - begun > _FRESH_SECONDS:
+                del self._asked[place]
+        for place in self._addresses.keys() - self._asked.keys():
+            self._asked[place] = now, self._ask(self._addresses[place])
         concurrent.futures.wait([question for _, question in self._asked.values()], timeout=patience)
         for place, (_, question) in list(self._asked.items()):
             if question.done():
@@ -54,17 +54,7 @@ class OtherStores:
         return found
 
     def _ask(self, address: str) -> Future[int | None]:
-        question: Future[int | None] = Future()
-
-        def ask() -> None:
-            try:
-                question.set_result(_published_at(address, self._port, self._run_id))
-            except BaseException as error:
-                question.set_exception(error)
-                raise
-
-        threading.Thread(target=ask, name="trainer_kit other stores", daemon=True).start()
-        return question
+        return in_background(lambda: _published_at(address, self._port, self._run_id), "trainer_kit other stores")
 
 
 def _published_at(address: str, port: int, run_id: str) -> int | None:

@@ -33,6 +33,7 @@ from trainer_kit.launch.function import Function
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.rendezvous import StaticRendezvous
+from trainer_kit.utils.background import in_background
 from trainer_kit.utils.streams import guard_standard_streams
 from trainer_kit.utils.units import pluralize
 
@@ -214,16 +215,8 @@ def _run(agent: Agent) -> None:
         ProcessesLeft: If the ranks left because of a signal.
         InterruptedError: If a signal came before the ranks were started.
     """
-    future: Future[RunResult | None] = Future()
-
-    def target() -> None:
-        try:
-            future.set_result(agent.run())
-        except BaseException as error:
-            future.set_exception(error)
-
     # A daemon thread, because torch may wait for other machines without a way to interrupt it.
-    threading.Thread(target=target, name="trainer_kit agent", daemon=True).start()
+    future: Future[RunResult | None] = in_background(agent.run, "trainer_kit agent")
     give_up_at = math.inf
     try:
         while not concurrent.futures.wait([future], timeout=0.2).done and time.monotonic() < give_up_at:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import socket
-import threading
-from concurrent.futures import Future
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.utils.background import in_background
 
 _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
@@ -75,20 +74,12 @@ def connect_store(address: str, port: int, seconds: float = 2 * _CONNECT_SECONDS
         RuntimeError: If the connection fails.
         TimeoutError: If what answers is no store.
     """
-    future: Future[TCPStore] = Future()
-
-    def connect() -> None:
-        try:
-            future.set_result(_tcp_store(address, port, is_master=False))
-        except RuntimeError as error:
-            future.set_exception(error)
-
-    threading.Thread(target=connect, daemon=True).start()
-    if not concurrent.futures.wait([future], timeout=seconds).done:
+    store = in_background(lambda: _tcp_store(address, port, is_master=False), "trainer_kit store")
+    if not concurrent.futures.wait([store], timeout=seconds).done:
         raise TimeoutError(
             f"what answers at {address}:{port} is not the launcher of machine 0; check master_addr and master_port"
         )
-    return future.result()
+    return store.result()
 
 
 def answers(address: str, port: int) -> bool:
