@@ -18,6 +18,7 @@ import pytest
 from kit import launched
 from kit.launched import wait_for
 from kit.preloaded import PreloadedPython
+from kit.ranks import free_port
 
 from trainer_kit.cli import main
 from trainer_kit.cli.launch import read_config
@@ -280,7 +281,7 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
         "open(os.path.join(sys.argv[1], f'start-{os.environ[\"RANK\"]}-{count}'), 'w').write('yes')\n"
         "time.sleep(120 if count == '0' else 0)\n"
     )
-    port = str(random.randint(20000, 32000))
+    port = str(free_port())
     machines = ["--cpu", "--num-processes", "2", "--num-nodes", "2", "--rdzv-backend", "c10d", "--master-port"]
     words = [*LAUNCH, *machines, port, "--node-rank"]
     with contextlib.ExitStack() as stack:

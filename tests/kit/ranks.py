@@ -18,9 +18,11 @@ does not end within `timeout` seconds ends the processes and fails; before that 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -40,6 +42,14 @@ import psutil
 import pytest
 
 from kit.forked import fork_server
+
+_FIRST_PORT, _PORTS_OF_A_WORKER = 12_000, 1000
+_WORKER = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0"))) % 20
+_ports = itertools.cycle(
+    _FIRST_PORT + _WORKER * _PORTS_OF_A_WORKER + (os.getpid() + step) % _PORTS_OF_A_WORKER
+    for step in range(_PORTS_OF_A_WORKER)
+)
+"""Another process of the worker begins at another one, by its ID."""
 
 _pool: list[_Rank] = []
 """The processes, by rank; a call on more of them starts those that are missing."""
@@ -76,10 +86,14 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
         port = free_port()
         for rank, process in enumerate(_pool[:world_size]):
             process.begin(rank, world_size, port, timeout, function, args, kwargs)
-        results = []
+        results: list[Any] = []
         for rank, process in enumerate(_pool[:world_size]):
             has_ended = any(not each.process.is_alive() for each in _pool)
-            results.append(process.end(rank, world_size, min(timeout, 10) if has_ended else timeout))
+            try:
+                results.append(process.end(rank, world_size, min(timeout, 10) if has_ended else timeout))
+            except TimeoutError as error:
+                first = next((result for result in results if isinstance(result, RankFailed)), None)
+                raise AssertionError(f"{error}; {first or 'no other failed'}") from error
         if any(not each.process.is_alive() or each.threads() > _MAX_THREADS for each in _pool):
             _end()
         for result in results:
@@ -92,10 +106,15 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at, nor will before it is used.
+
+    It lies below the ports that the system gives to connections, in a range of this worker of pytest-xdist.
+    """
+    for port in itertools.islice(_ports, _PORTS_OF_A_WORKER):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("the ports of this worker are in use")
 
 
 class _Rank:
@@ -125,7 +144,7 @@ class _Rank:
 
     def end(self, rank: int, world_size: int, timeout: float) -> Any:
         if not self.connection.poll(timeout):
-            raise AssertionError(f"rank {rank} of {world_size} does not end within {timeout} s")
+            raise TimeoutError(f"rank {rank} of {world_size} does not end within {timeout} s")
         try:
             result = pickle.loads(self.connection.recv_bytes())
         except EOFError:

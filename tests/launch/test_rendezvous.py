@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from kit import launched
 from kit.launching import run
+from kit.ranks import free_port
 
 from trainer_kit.errors import ProcessesLeft
 from trainer_kit.launch.config import LaunchConfig
@@ -119,8 +119,3 @@ def test_two_launchers_restart_together_and_end_together(backend: str) -> None:
         assert "restart" in output, output
         assert "ValueError: failure 1" in output, output
         assert output.count("ValueError: failure 0") == 1, output
-
-
-def free_port() -> int:
-    """A port that nobody uses."""
-    return random.randint(20000, 32000)
