@@ -11,11 +11,12 @@ import pytest
 from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch import elastic_rendezvous
 from trainer_kit.launch.keeper import Facts, Published, machine_key
 from trainer_kit.launch.link import IsNewcomerError
 from trainer_kit.launch.membership import Readiness
-from trainer_kit.launch.news import BEGINS, CHANGE, OPEN, OUTCOME, Change
+from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, OPEN, OUTCOME, Change, News
 
 
 @pytest.fixture
@@ -139,6 +140,19 @@ def test_no_machine_takes_the_end_of_waiting_for_the_end_of_the_run(elastic: Mee
             other.result(timeout=30)
         second.shutdown()
         end.result(timeout=30)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_machine_that_waits_hears_of_a_failure_that_ended_the_run(goes_on: bool, elastic: Meetings) -> None:
+    """It is on its way to the next membership, while the two others have left."""
+    machines = [elastic.machine(number, start_timeout=1.0 if goes_on else 30.0) for number in range(3)]
+    infos = together(*(machine.next_rendezvous for machine in machines))
+    news = News(ProcessFailed("rank 1 failed", 1, 3), goes_on=goes_on)
+    infos[1].store.set(FAILED, news.to_json())
+    machines[1].shutdown()
+    machines[2].shutdown()
+    with pytest.raises(TimeoutError if goes_on else RendezvousGracefulExitError):
+        machines[0].next_rendezvous()
 
 
 def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:

@@ -439,15 +439,25 @@ def test_a_membership_that_has_begun_stays_so(launchers: Launchers) -> None:
     assert launchers.told(OUTCOME) == BEGINS.encode()
 
 
+@pytest.mark.parametrize("has_claimed", [True, False])
+def test_a_half_without_the_first_machine_goes_on_where_it_can_claim_the_folder(has_claimed: bool) -> None:
+    launchers = Launchers(least=1, most=2)
+    for name in "ab":
+        launchers.come(name=name, is_candidate=True)
+    launchers.pass_time(1)
+    assert launchers.keeper.can_go_on_without("id-a", has_claimed) == has_claimed
+    assert launchers.keeper.can_go_on_without("id-b", has_claimed)
+
+
 def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:
     for name, is_candidate in (("a", True), ("b", False), ("c", True)):
         launchers.come(name=name, is_candidate=is_candidate)
     launchers.pass_time(1)
     first = launchers.membership
-    assert launchers.keeper.has_successor("id-a")
+    assert launchers.keeper.can_go_on_without("id-a", has_claimed=False)
     launchers.wait(2, first, name="c", has_left=True)
     launchers.pass_time(0.5)
-    assert not launchers.keeper.has_successor("id-a"), "only b stays, which is no candidate"
+    assert not launchers.keeper.can_go_on_without("id-a", has_claimed=True), "only b stays, which is no candidate"
     launchers.wait(0, first, name="a", has_left=True)
     launchers.wait(1, first, name="b")
     launchers.keeper.hand_over("id-a")

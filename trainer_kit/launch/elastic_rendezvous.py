@@ -175,9 +175,8 @@ class ElasticRendezvous(RendezvousHandler):
 
     def report(self) -> None:
         """Say who has met, once it is known that they continue."""
-        for text in self._unsaid:
-            self._say(text)
-        self._unsaid.clear()
+        while self._unsaid:
+            self._say(self._unsaid.pop(0))
 
     def is_outvoted(self) -> bool:
         """Return whether the ranks ended since other machines hold the output folder."""
@@ -186,7 +185,8 @@ class ElasticRendezvous(RendezvousHandler):
 
     def can_leave(self) -> bool:
         """Return whether the other machines can continue without this one."""
-        return self._served is None or self._served.keeper.has_successor(self._id)
+        self._read_claim()
+        return self._served is None or self._served.keeper.can_go_on_without(self._id, self._has_claimed)
 
     def expect_to_leave(self) -> None:
         """Leave the store to the other machines at the end, since this machine leaves and they continue."""
@@ -215,9 +215,7 @@ class ElasticRendezvous(RendezvousHandler):
 
         Raises:
             RuntimeError: If the connection to the store is broken, or this machine should wait at another one.
-            OSError: See `next_rendezvous`.
-            CutOffError: See `next_rendezvous`.
-            RendezvousGracefulExitError: See `next_rendezvous`.
+            OSError, CutOffError, RendezvousGracefulExitError: See `next_rendezvous`.
         """
         link, last = self._linked(), self._past[-1].number if self._past else 0
         self._check(link)
@@ -407,6 +405,8 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RuntimeError("the store does not answer")
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
+            if self._past and link.has_failed(self._past[-1].number):  # while this machine was on its way to meet
+                raise RendezvousGracefulExitError("a failure has ended the run")
         if link.store.check([ENDED]):
             end = link.store.get(ENDED).decode()
             if end == End.GIVEN_UP:

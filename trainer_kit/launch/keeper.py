@@ -30,6 +30,7 @@ from trainer_kit.launch.membership import (
     newest,
     next_membership,
     right_of,
+    right_to_follow,
     waiting,
 )
 from trainer_kit.launch.news import CHANGE, FAILED, GONE, LOST, OUTCOME, Change, News, opening
@@ -313,14 +314,16 @@ class Keeper:
         """Return how many machines of the last membership give signs of life."""
         return sum(machine.id in self._last.machines for machine in self._alive)
 
-    def has_successor(self, own: str) -> bool:
-        """Return whether another machine of the last membership can serve the store.
+    def can_go_on_without(self, own: str, has_claimed: bool) -> bool:
+        """Return whether the other machines of the last membership may follow it, and one of them can serve the store.
 
         Args:
             own: ID of the machine that serves it now.
+            has_claimed: See `right_to_follow`.
         """
-        members = (machine for machine in self._alive if machine.id in self._last.machines and machine.id != own)
-        return any(machine.is_candidate for machine in members)
+        rest = [machine for machine in self._alive if machine.id in self._last.machines and machine.id != own]
+        right = right_to_follow((self._last,), [machine.id for machine in rest], has_claimed)
+        return right is not Right.NONE and any(machine.is_candidate for machine in rest)
 
     def look(self) -> None:
         """Read the signs of life; publish a membership, or that a machine can join, where it is time."""

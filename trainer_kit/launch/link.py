@@ -20,7 +20,7 @@ from trainer_kit.launch.keeper import (
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.news import CHANGE, opening
+from trainer_kit.launch.news import CHANGE, final_failure, opening
 from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
 
@@ -108,6 +108,14 @@ class Link:
         """
         running = PrefixStore(str(number), self.store)
         return bool(opening(running)) and not running.check([CHANGE])
+
+    def has_failed(self, number: int) -> bool:
+        """Return whether a failure in a membership has ended the run.
+
+        Args:
+            number: Number of the membership.
+        """
+        return bool(final_failure(PrefixStore(str(number), self.store)))
 
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life, and the store answers.

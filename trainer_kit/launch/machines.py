@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.news import CHANGE, FAILED, LOST, OPEN, Change, News
+from trainer_kit.launch.news import CHANGE, FAILED, LOST, OPEN, Change, News, final_failure
 from trainer_kit.launch.rendezvous import StaticRendezvous
 
 _LOOK_SECONDS = 1.0
@@ -121,10 +121,9 @@ class Machines:
             if store is None or self.rendezvous.store_number != number:  # a lost one might block for long
                 return ""
             try:
-                text = store.get(FAILED).decode() if store.check([FAILED]) else ""
+                return final_failure(store)
             except RuntimeError:  # the store is gone
                 return ""
-            return "" if not text or News.from_json(text).goes_on else text
 
         return look
 

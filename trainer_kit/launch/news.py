@@ -34,6 +34,16 @@ def opening(running: Store) -> str | None:
     return running.get(OPEN).decode() if running.check([OPEN]) else None
 
 
+def final_failure(past: Store) -> str:
+    """Return the text of the `News` of the failure that ended the run; "" if none did.
+
+    Args:
+        past: The keys of a membership.
+    """
+    text = past.get(FAILED).decode() if past.check([FAILED]) else ""
+    return "" if not text or News.from_json(text).goes_on else text
+
+
 class Change(NamedTuple):
     """Announcement of a machine that joins or leaves.
 
