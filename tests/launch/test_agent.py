@@ -21,6 +21,7 @@ from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch import machines
 from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.link import RunEndedError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.processes import run_processes
@@ -57,9 +58,9 @@ def meet(each: Agent) -> str:
     """Return what has ended the run; "" if it goes on."""
     try:
         each._rendezvous(each._worker_group)
-    except ProcessFailed as failure:
+    except (ProcessFailed, RunEndedError) as failure:
         each._machines.rendezvous.shutdown()
-        return failure.message
+        return str(failure)
     return ""
 
 

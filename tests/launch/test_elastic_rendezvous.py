@@ -11,10 +11,10 @@ import pytest
 from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from trainer_kit.errors import ProcessFailed
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch import elastic_rendezvous
 from trainer_kit.launch.keeper import Facts, Published, machine_key
-from trainer_kit.launch.link import IsNewcomerError
+from trainer_kit.launch.link import IsNewcomerError, RunEndedError
 from trainer_kit.launch.membership import Readiness
 from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, OPEN, OUTCOME, Change, News
 
@@ -145,30 +145,45 @@ def test_no_machine_takes_the_end_of_waiting_for_the_end_of_the_run(elastic: Mee
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_machine_that_waits_hears_of_a_failure_that_ended_the_run(goes_on: bool, elastic: Meetings) -> None:
     """It is on its way to the next membership, while the two others have left."""
-    machines = [elastic.machine(number, start_timeout=1.0 if goes_on else 30.0) for number in range(3)]
+    machines = [elastic.machine(number, start_timeout=3.0 if goes_on else 30.0) for number in range(3)]
     infos = together(*(machine.next_rendezvous for machine in machines))
     news = News(ProcessFailed("rank 1 failed", 1, 3), goes_on=goes_on)
     infos[1].store.set(FAILED, news.to_json())
     machines[1].shutdown()
     machines[2].shutdown()
-    with pytest.raises(TimeoutError if goes_on else RendezvousGracefulExitError):
+    with pytest.raises(TimeoutError if goes_on else RunEndedError, match=None if goes_on else "rank 1 failed"):
         machines[0].next_rendezvous()
 
 
-def test_a_spare_hears_of_the_end(elastic: Meetings) -> None:
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (None, (RendezvousGracefulExitError, "the run has ended")),
+        (ProcessesLeft(143), (RunEndedError, "143")),
+        (InterruptedError(), (RunEndedError, "143")),
+        (OSError("the disk is full"), (OSError, "the run has failed on another machine, whose launcher says why")),
+        (ProcessFailed("rank 1 failed", 1, 3), (RunEndedError, "rank 1 failed")),
+    ],
+    ids=str,
+)
+def test_a_spare_hears_how_the_run_has_ended(
+    how: BaseException | None, expected: tuple[type[BaseException], str], elastic: Meetings
+) -> None:
     machines = [elastic.machine(number, num_nodes=2, min_nodes=1) for number in range(3)]
-    together(*(machine.next_rendezvous for machine in machines[:2]))
-    with ThreadPoolExecutor(2) as pool:
+    infos = together(*(machine.next_rendezvous for machine in machines[:2]))
+    with ThreadPoolExecutor(3) as pool:
         spare = pool.submit(machines[2].next_rendezvous)
         while machines[2]._link is None:
             time.sleep(0.01)
         time.sleep(0.5)  # until the keeper knows it
-        machines[1].shutdown()
-        end = pool.submit(machines[0].shutdown)
-        with pytest.raises(RendezvousGracefulExitError):
+        if isinstance(how, ProcessFailed):
+            infos[1].store.set(FAILED, News(how, goes_on=False).to_json())
+        ends = [pool.submit(machine.leave, how) for machine in machines[1::-1]]
+        with pytest.raises(expected[0], match=expected[1]):
             spare.result(timeout=30)
         machines[2].shutdown()
-        end.result(timeout=30)
+        for end in ends:
+            end.result(timeout=30)
 
 
 def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:

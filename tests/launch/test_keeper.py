@@ -176,7 +176,7 @@ def test_machines_that_are_lost_are_known_at_once_but_not_those_that_have_left(l
     launchers.wait(2)  # only the connection was lost
     launchers.keeper.look()
     assert launchers.told(LOST_MACHINES) == b""
-    launchers.wait(1, has_left=True)
+    launchers.wait(1, end=End.OVER)
     launchers.keeper.look()
     assert launchers.told(LOST_MACHINES) == b""
     launchers.pass_time(4)
@@ -300,7 +300,7 @@ def test_the_run_ends_when_its_machines_have_left(launchers: Launchers) -> None:
         launchers.come()
     launchers.pass_time(1)
     for number in range(3):
-        launchers.wait(number, launchers.membership, has_left=True)
+        launchers.wait(number, launchers.membership, end=End.OVER)
         assert not launchers.store.check([ENDED])
     launchers.pass_time(1)
     assert launchers.store.check([ENDED])
@@ -423,7 +423,7 @@ def test_a_membership_does_not_begin_without_one_of_its_machines(launchers: Laun
     if way == "ended":
         launchers.ended.append(2)
     elif way == "left":
-        launchers.wait(2, name="c", has_left=True)
+        launchers.wait(2, name="c", end=End.OVER)
     launchers.pass_time(4 if way == "silent" else 0.5)
     assert launchers.told(OUTCOME) == GONE.encode()
 
@@ -449,19 +449,40 @@ def test_a_half_without_the_first_machine_goes_on_where_it_can_claim_the_folder(
     assert launchers.keeper.can_go_on_without("id-b", has_claimed)
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ((End.OVER, End.OVER), End.OVER),
+        ((End.LEFT, End.OVER), End.OVER),
+        ((End.FAILED, End.LEFT), End.LEFT),
+        ((End.GIVEN_UP, End.FAILED), End.FAILED),
+    ],
+)
+def test_the_run_has_ended_when_all_have_left(ends: tuple[End, End], expected: End) -> None:
+    launchers = Launchers(least=1, most=2)
+    for name in "ab":
+        launchers.come(name=name)
+    launchers.pass_time(1)
+    for number, end in enumerate(ends):
+        launchers.wait(number, launchers.membership, name="ab"[number], end=end)
+        assert not launchers.store.check([ENDED])
+        launchers.pass_time(0.5)
+    assert launchers.store.get(ENDED).decode() == expected
+
+
 def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:
     for name, is_candidate in (("a", True), ("b", False), ("c", True)):
         launchers.come(name=name, is_candidate=is_candidate)
     launchers.pass_time(1)
     first = launchers.membership
     assert launchers.keeper.can_go_on_without("id-a", has_claimed=False)
-    launchers.wait(2, first, name="c", has_left=True)
+    launchers.wait(2, first, name="c", end=End.OVER)
     launchers.pass_time(0.5)
     assert not launchers.keeper.can_go_on_without("id-a", has_claimed=True), "only b stays, which is no candidate"
-    launchers.wait(0, first, name="a", has_left=True)
+    launchers.wait(0, first, name="a", end=End.OVER)
     launchers.wait(1, first, name="b")
     launchers.keeper.hand_over("id-a")
     assert not launchers.store.check([ENDED])
-    launchers.wait(1, first, name="b", has_left=True)
+    launchers.wait(1, first, name="b", end=End.OVER)
     launchers.keeper.stop(lambda: False, End.GIVEN_UP)
     assert launchers.store.get(ENDED).decode() == End.GIVEN_UP

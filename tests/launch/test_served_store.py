@@ -59,7 +59,7 @@ def test_it_can_end_without_the_end_of_the_run(config: LaunchConfig, served: Ser
 
 def test_its_end_is_announced(config: LaunchConfig, served: ServedStore) -> None:
     own = served.link()
-    own.announce(Facts("own", "host", has_left=True))
+    own.announce(Facts("own", "host", end=End.OVER))
     served.stop(lambda: False, End.GIVEN_UP)
     assert own.store.get(ENDED).decode() == End.GIVEN_UP
     own.stop()

@@ -19,13 +19,12 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.config import environment
-from trainer_kit.errors import ProcessFailed
+from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
 from trainer_kit.launch.failures import Failure, summary
-from trainer_kit.launch.link import IsNewcomerError
+from trainer_kit.launch.link import IsNewcomerError, RunEndedError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.newcomer import Newcomer, Outlook
 from trainer_kit.launch.news import Change, News
@@ -90,6 +89,7 @@ class Agent(LocalElasticAgent):
         if environment.regroup_folder() is not None and isinstance(machines.rendezvous, ElasticRendezvous):
             self._newcomer = Newcomer(machines.rendezvous, say)
         self._passed_on: int | None = None
+        self._is_told = self._leaves_alone = False
         self._change: Change | None = None
         self._signal_at = 0.0
         self._step_at_start: int | None = None
@@ -109,6 +109,14 @@ class Agent(LocalElasticAgent):
         files = {worker.global_rank: self._ranks.value_file(worker.local_rank) for worker in self.workers}
         # A newcomer's ranks have none if the run has ended before they had a place.
         return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+
+    def _invoke_run(self, *args: Any) -> RunResult:
+        try:
+            return super()._invoke_run(*args)
+        except RunEndedError as end:
+            if isinstance(end.error, ProcessesLeft):
+                self._say("the processes of the other machines have left because of a signal")
+            raise end.error from None
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Start the ranks: those of a newcomer before it meets the other machines."""
@@ -151,10 +159,6 @@ class Agent(LocalElasticAgent):
                 own = json.dumps((*words, rendezvous.starts, missed_end()))
                 words_of_all = [json.loads(text) for text in self._machines.gather(own)]
                 break
-            except RendezvousGracefulExitError:
-                if end := missed_end():
-                    raise News.from_json(end).failure from None
-                raise
             except (DistStoreError, DistNetworkError):  # a machine or the store was lost after the meeting
                 if not rendezvous.is_lasting:
                     raise
@@ -175,10 +179,6 @@ class Agent(LocalElasticAgent):
         """Return how often the ranks have started, the known failures, and what waiting ranks have left (else "")."""
         starts = self._worker_group.spec.max_restarts - self._remaining_restarts
         return starts, self._failures.past(), self._left() or ""
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self.failed = None
-        super()._restart_workers(worker_group)
 
     # Ranks that continue without others
 
@@ -232,14 +232,12 @@ class Agent(LocalElasticAgent):
             self._serve_newcomers()  # others may come just now
             return RunResult(state=WorkerState.HEALTHY)
         self._ranks.wait(_ANSWERED_SECONDS)
-        if self._passed_on is not None:
-            self.exit_code = self._leaving_code([])
-        return self._end(goes_on=self._passed_on is None)
+        return self._end(goes_on=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.signals:
             raise InterruptedError("a signal came before the processes were started")
-        self.has_started = True
+        self.has_started, self._is_told, self.failed = True, False, None
         clear(self._scratch)
         self._step_at_start = newest_step(self._progress_file)
         if hasattr(signal, "pthread_sigmask") and not isinstance(worker_group.spec.entrypoint, str):
@@ -298,13 +296,19 @@ class Agent(LocalElasticAgent):
             # A rank has no terminal of its own, so a hangup means nothing to it.
             self._passed_on = signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number
             self._announce_leaving()
-            self._ranks.send(self._passed_on)
+            self._tell(self._passed_on)
         return False
+
+    def _tell(self, number: int) -> None:
+        """Send the ranks their first signal; at a second one they would end without a save."""
+        if not self._is_told:
+            self._is_told = True
+            self._ranks.send(number)
 
     def _announce_leaving(self) -> None:
         """Announce that this machine leaves, if a signal to its ranks says so; Ctrl-C ends the run."""
         if self._passed_on not in (None, signal.SIGINT):
-            self._machines.announce_leaving(socket.gethostname())
+            self._leaves_alone = self._machines.announce_leaving(socket.gethostname())
 
     def _serve_change(self) -> None:
         """Let the ranks save and leave when a machine joins or leaves."""
@@ -321,7 +325,7 @@ class Agent(LocalElasticAgent):
                 self._signal_at = time.monotonic() + (0 if begins else _AGREEING_SECONDS)
         if self._change is not None and time.monotonic() >= self._signal_at:
             self._signal_at = math.inf
-            self._ranks.send(signal.SIGTERM)
+            self._tell(signal.SIGTERM)
 
     def _serve_replacement(self) -> None:
         """Leave the run for a machine that waits, if a rank has found this one slow."""
@@ -350,8 +354,7 @@ class Agent(LocalElasticAgent):
         return self._change is not None and not self._change.in_process and self._passed_on is None
 
     def _leaving_code(self, endings: list[int | None]) -> int:
-        by_keyboard = self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings)
-        return 130 if by_keyboard else 143
+        return 130 if self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings) else 143
 
     # Ends of ranks
 
@@ -377,19 +380,14 @@ class Agent(LocalElasticAgent):
         if sent is not None and -sent in codes.values():
             return None  # other ranks may have failed because these had left
         first, *others = failures
-        for failure in others:
-            error = failure.error.partition("\n")[0]
-            ending = f"failed after that: {error}" if error else f"{failure.ending} after that"
-            self._say(f"rank {failure.rank} {ending}")
+        for other in others:
+            self._say(other.follow_up)
         return first
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
-        if isinstance(self._pcontext, SubprocessContext):  # torch closes only the files of ranks that it ended
-            for handler in self._pcontext.subprocess_handlers.values():
-                for file in (handler._stdout, handler._stderr):
-                    if file is not None:
-                        file.close()
+        if self._pcontext is not None:
+            self._ranks.close_output()
 
     # Restarts
 
@@ -407,8 +405,11 @@ class Agent(LocalElasticAgent):
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
+        if self._leaves_alone:
+            self._say(summary(self.failed))
+            return self._end(goes_on=True)
         lost = self._machines.lost()
-        goes_on = bool(lost) or self._goes_on()
+        goes_on = self._passed_on is None and (bool(lost) or self._goes_on())
         first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))
         if first.failure.rank != self.failed.rank:
             return self._follow(first)
@@ -421,13 +422,15 @@ class Agent(LocalElasticAgent):
     def _follow(self, news: News) -> RunResult:
         """Do what the machine does whose failure was announced first."""
         self.failed = news.failure
-        if news.goes_on:
+        if news.goes_on and self._passed_on is None:
             self._say(f"{summary(self.failed)}; restart with the other machines")
         if not news.is_loss:
             self._failures.record(news.host)
         return self._end(news.goes_on)
 
     def _end(self, goes_on: bool) -> RunResult:
+        if goes_on and self._passed_on is not None:  # without this machine
+            goes_on, self.exit_code = False, self._leaving_code([])
         if not goes_on:
             self._remaining_restarts = 0
         elif self._remaining_restarts < 1:  # torch's agent counts down from max_restarts

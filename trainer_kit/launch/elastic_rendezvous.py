@@ -13,18 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainer_kit.config import environment
-from trainer_kit.errors import CutOffError
+from trainer_kit.errors import CutOffError, ProcessesLeft
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import BEGUN, ENDED, End, Facts, Here, Published
-from trainer_kit.launch.link import IsNewcomerError, Link
+from trainer_kit.launch.keeper import BEGUN, End, Facts, Here, Published
+from trainer_kit.launch.link import STILL_TRAINING, IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.other_stores import OtherStores
@@ -38,7 +33,6 @@ _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS, _SERVE_SECONDS = 0.2, 1.0  # for other candidates; before this machine serves a store in their place
 _MEETING_SECONDS = 30.0  # for the machines of a new membership to come, and to exchange their first words
 _ARRIVAL_LOOK_SECONDS = 0.02
-_STILL_TRAINING = "the others may still be training; stopped, start again to join them"
 _TAKEN = "other machines hold the output folder and continue without this one"
 
 
@@ -133,7 +127,7 @@ class ElasticRendezvous(RendezvousHandler):
         Raises:
             OSError: If too few machines come, or a port or address cannot be used; the message says which.
             CutOffError: If other machines may still be training without this one.
-            RendezvousGracefulExitError: If the run ends without this machine.
+            RendezvousGracefulExitError: If the run ends, see `Link.check_end`.
             IsNewcomerError: If the run has continued without this machine, whose ranks can prepare to join it.
         """
         self._read_claim()
@@ -204,8 +198,8 @@ class ElasticRendezvous(RendezvousHandler):
             self._is_outvoted, self._past = True, self._past[:1]
             self._say(_TAKEN)
 
-    def _facts(self, has_left: bool = False) -> Facts:
-        facts = self._past, self._has_claimed, self._own is not None, has_left, self.readiness, self.stays
+    def _facts(self, end: End | None = None) -> Facts:
+        facts = self._past, self._has_claimed, self._own is not None, end, self.readiness, self.stays
         return Facts(self._id, socket.gethostname(), *facts)
 
     # Coming to a run that is under way
@@ -262,7 +256,7 @@ class ElasticRendezvous(RendezvousHandler):
             last = self._past[-1]
             here = Here(1, (socket.gethostname(),), len(last.machines), last.machines[0] == self._id)
             where = _TAKEN if self._is_outvoted else here.describe(socket.gethostname())
-            raise CutOffError(f"{where}: {_STILL_TRAINING}") from error
+            raise CutOffError(f"{where}: {STILL_TRAINING}") from error
 
     def _has_store(self) -> bool:
         """Connect to the first candidate that answers, or serve the store where that is this machine's turn."""
@@ -356,7 +350,7 @@ class ElasticRendezvous(RendezvousHandler):
                 self._end = End.TIMED_OUT
                 raise
             self._end = End.GIVEN_UP
-            raise CutOffError(f"{here.describe(host)}: {_STILL_TRAINING}") from error
+            raise CutOffError(f"{here.describe(host)}: {STILL_TRAINING}") from error
         self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
         if not has_place():
             raise IsNewcomerError
@@ -405,22 +399,24 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RuntimeError("the store does not answer")
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
-            if self._past and link.has_failed(self._past[-1].number):  # while this machine was on its way to meet
-                raise RendezvousGracefulExitError("a failure has ended the run")
-        if link.store.check([ENDED]):
-            end = link.store.get(ENDED).decode()
-            if end == End.GIVEN_UP:
-                raise CutOffError(f"{link.here().describe(socket.gethostname())}: {_STILL_TRAINING}")
-            if end == End.TIMED_OUT:
-                raise OSError("the machine with the store has waited for the others in vain; start all again")
-            raise RendezvousGracefulExitError("the run has ended")
+        link.check_end(self._past[-1].number if self._past else 0)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the run.
+
+        Args:
+            error: What has ended the launcher of this machine; None if the ranks have done their work.
+        """
+        if error is not None and self._end is End.OVER:
+            self._end = End.LEFT if isinstance(error, (ProcessesLeft, InterruptedError)) else End.FAILED
+        self.shutdown()
 
     def shutdown(self) -> bool:
-        """Leave the run."""
+        """Leave the run, see `leave`."""
         if self._link is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone
                 if self.answers():
-                    self._link.announce(self._facts(has_left=True))
+                    self._link.announce(self._facts(self._end))
             self._link.stop()
             self._link = None
         if self._served is not None and self._hands_over:

@@ -65,6 +65,12 @@ class Failure(NamedTuple):
             return f"was killed by {name}{why}"
         return f"failed with exit code {self.exit_code}" if self.traceback else f"left with exit code {self.exit_code}"
 
+    @property
+    def follow_up(self) -> str:
+        """Sentence about a rank that ended after another one had failed."""
+        error = self.error.partition("\n")[0]
+        return f"rank {self.rank} " + (f"failed after that: {error}" if error else f"{self.ending} after that")
+
     def report(self, remedy: str = "") -> ProcessFailed:
         """Return the exception that reports the failure to the user.
 

@@ -49,14 +49,22 @@ _PARTING_SECONDS = 300.0  # as long as torch's agent waits for the others at the
 
 
 class End(str, Enum):
-    """How a run has ended for the machines of a store."""
+    """How a run has ended for the machines of a store; where they say different things, the first one here counts."""
 
     OVER = "over"
-    GIVEN_UP = "given up"
-    """They may not continue, but others may."""
+    """The ranks have done their work."""
+
+    LEFT = "left"
+    """The ranks have left because of a signal."""
+
+    FAILED = "failed"
+    """A rank has failed, or a launcher."""
 
     TIMED_OUT = "timed out"
     """The machine with the store has waited for others in vain."""
+
+    GIVEN_UP = "given up"
+    """They may not continue, but others may."""
 
 
 def machine_key(number: int) -> str:
@@ -78,7 +86,7 @@ class Facts(NamedTuple):
         past: Its memberships.
         has_claimed: Whether the output folder has been claimed.
         is_candidate: Whether it can serve the store.
-        has_left: Whether it has left the run.
+        end: How the run has ended for the machine; None as long as it is there.
         readiness: What its ranks do.
         stays: Whether they wait in their processes.
     """
@@ -88,7 +96,7 @@ class Facts(NamedTuple):
     past: tuple[Membership, ...] = ()
     has_claimed: bool = False
     is_candidate: bool = False
-    has_left: bool = False
+    end: End | None = None
     readiness: Readiness = Readiness.NOT_STARTED
     stays: bool = False
 
@@ -99,9 +107,9 @@ class Facts(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Facts:
         """Read the text of the store."""
-        own, host, past, has_claimed, is_candidate, has_left, readiness, stays = json.loads(text)
-        memberships = tuple(map(Membership.of, past))
-        return cls(own, host, memberships, has_claimed, is_candidate, has_left, Readiness(readiness), stays)
+        own, host, past, has_claimed, is_candidate, end, readiness, stays = json.loads(text)
+        memberships, how = tuple(map(Membership.of, past)), None if end is None else End(end)
+        return cls(own, host, memberships, has_claimed, is_candidate, how, Readiness(readiness), stays)
 
 
 class Published(NamedTuple):
@@ -259,7 +267,7 @@ class Keeper:
         self._here = Here()
         self._alive: list[Machine] = []
         self._counted: list[Machine] = []  # those of them that count for the next membership
-        self._left: set[str] = set()
+        self._left: dict[str, End] = {}
         self._lost: list[str] = []  # as the machines of the last membership know it
         self._ended: deque[int] = deque() if ended is None else ended
         self._gone: set[int] = set()  # launchers that have ended, unless they give another sign of life
@@ -330,8 +338,9 @@ class Keeper:
         self._read_machines()
         if self._store.check([ENDED]):
             return
-        if self._last.machines and self._left.issuperset(self._last.machines):
-            self._store.set(ENDED, End.OVER.value)
+        if self._last.machines and self._left.keys() >= set(self._last.machines):
+            ends = [self._left[machine] for machine in self._last.machines]
+            self._store.set(ENDED, next(end for end in End if end in ends).value)
             return
         begins = not any(machine.past for machine in self._counted)
         last_call = self._last_call if begins else min(self._last_call, _LAST_CALL_SECONDS)
@@ -408,7 +417,8 @@ class Keeper:
         raw = self._store.multi_get([*map(machine_key, numbers), *map(beat_key, numbers)]) if numbers else []
         facts = dict(zip(numbers, map(Facts.from_json, raw[: len(numbers)]), strict=True))
         self._numbers = {own.id: number for number, own in facts.items()}
-        self._left = {own.id for number, own in facts.items() if own.has_left and self._numbers[own.id] == number}
+        newest_facts = [own for number, own in facts.items() if self._numbers[own.id] == number]
+        self._left = {own.id: own.end for own in newest_facts if own.end is not None}
         self._alive = []
         for number, beat in zip(numbers, raw[len(numbers) :], strict=True):
             own = facts[number]
@@ -417,7 +427,7 @@ class Keeper:
                 self._beats[number] = (beat, now)
                 self._gone.discard(number)
             is_silent = now - self._beats[number][1] > self._patience
-            if not own.has_left and not is_silent and self._numbers[own.id] == number:
+            if own.end is None and not is_silent and self._numbers[own.id] == number:
                 is_new = number not in self._published
                 rest = own.past, own.has_claimed, own.is_candidate, own.readiness, own.stays
                 self._alive.append(Machine(number, own.id, own.host, *rest, is_new))

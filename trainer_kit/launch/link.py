@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from trainer_kit.errors import CutOffError, ProcessesLeft, ProcessFailed
 from trainer_kit.launch.keeper import (
+    ENDED,
     HERE,
     MACHINES,
     MEMBERSHIP,
     PRESENCE,
+    End,
     Facts,
     Here,
     Published,
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.news import CHANGE, final_failure, opening
+from trainer_kit.launch.news import CHANGE, News, final_failure, opening
 from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
 
 _SILENCE_SECONDS = 5.0
 _OPENING_SECONDS = 10.0
+STILL_TRAINING = "the others may still be training; stopped, start again to join them"
 
 
 class IsNewcomerError(Exception):
     """The run has its machines, so that this one comes to it as a newcomer, whose ranks prepare."""
+
+
+class RunEndedError(RendezvousGracefulExitError):
+    """The run has ended before its ranks had done their work.
+
+    Attributes:
+        error: What this machine reports: the `ProcessFailed` or `ProcessesLeft` of other machines.
+    """
+
+    def __init__(self, error: ProcessFailed | ProcessesLeft) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Link:
@@ -109,13 +127,34 @@ class Link:
         running = PrefixStore(str(number), self.store)
         return bool(opening(running)) and not running.check([CHANGE])
 
-    def has_failed(self, number: int) -> bool:
-        """Return whether a failure in a membership has ended the run.
+    def check_end(self, number: int) -> None:
+        """Raise an error if the run has ended, also for a machine that waits for a place in it.
 
         Args:
-            number: Number of the membership.
+            number: Number of this machine's last membership; 0 before the first.
+
+        Raises:
+            RunEndedError: If a failure has ended it, or the ranks have left because of a signal.
+            OSError: If a launcher has failed, or the machine with the store has waited for the others in vain.
+            CutOffError: If the machines with this store may not continue, but others may.
+            RendezvousGracefulExitError: If the ranks have done their work.
         """
-        return bool(final_failure(PrefixStore(str(number), self.store)))
+        for membership in {number, self.published().membership.number}:
+            if news := final_failure(PrefixStore(str(membership), self.store)):
+                raise RunEndedError(News.from_json(news).failure)
+        if not self.store.check([ENDED]):
+            return
+        match End(self.store.get(ENDED).decode()):
+            case End.LEFT:
+                raise RunEndedError(ProcessesLeft(143))
+            case End.FAILED:
+                raise OSError("the run has failed on another machine, whose launcher says why")
+            case End.TIMED_OUT:
+                raise OSError("the machine with the store has waited for the others in vain; start all again")
+            case End.GIVEN_UP:
+                raise CutOffError(f"{self.here().describe(socket.gethostname())}: {STILL_TRAINING}")
+            case End.OVER:
+                raise RendezvousGracefulExitError("the run has ended")
 
     def is_alive(self) -> bool:
         """Return whether this machine can give signs of life, and the store answers.

@@ -190,20 +190,21 @@ class Machines:
         are_enough = least is not None and self._count - 1 >= least
         return are_enough and self._is_reachable() and self.rendezvous.can_leave()
 
-    def announce_leaving(self, host: str) -> None:
-        """Announce that this machine leaves, if the others can continue without it.
+    def announce_leaving(self, host: str) -> bool:
+        """Announce that this machine leaves, if the others can continue without it, and return whether they can.
 
         Args:
             host: Name of this machine.
         """
         if not self._can_leave():
-            return
+            return False
         change = Change(f"{host} leaves: the run saves and continues without it", is_joining=False)
         try:
             self._reach().compare_set(CHANGE, "", change.to_json())
         except RuntimeError:  # the store is gone
-            return
+            return False
         self.rendezvous.expect_to_leave()
+        return True
 
     def _part(self, goes_on: bool) -> None:
         """Keep the store, on the machine that serves it, until the others have read it."""

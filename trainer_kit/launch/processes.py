@@ -109,7 +109,7 @@ def run_processes(
         is_function = not isinstance(entrypoint, str)
         make_rendezvous = StaticRendezvous if config.rdzv_backend == "static" else ElasticRendezvous
         rendezvous = make_rendezvous(config, say, lambda: bool(signals), not is_function)
-        stack.callback(rendezvous.shutdown)
+        stack.push(lambda kind, error, trace: rendezvous.leave(error))
         spec = _spec(config, entrypoint, args, rendezvous)
         agent = Agent(spec, config.restart_limit, output, start_method, Machines(config, rendezvous), signals, say)
         agent.remedies = _remedies(config, remedy)

@@ -107,6 +107,14 @@ class RankProcesses:
         """End the ranks, by SIGKILL if the signal does not end them in time."""
         self._context.close(number, _END_SECONDS)
 
+    def close_output(self) -> None:
+        """Close the files that the ranks wrote to; torch closes those of ranks that it ended."""
+        if isinstance(self._context, SubprocessContext):
+            for handler in self._context.subprocess_handlers.values():
+                for file in (handler._stdout, handler._stderr):
+                    if file is not None:
+                        file.close()
+
     def _is_ending(self, local_rank: int) -> bool:
         """Return whether a rank has just written its error, so that it is about to exit."""
         error_file = self._context.error_files[local_rank]

@@ -80,6 +80,10 @@ class StaticRendezvous(StaticTCPRendezvous):
         """Return False: the machines are fixed."""
         return False
 
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the run; the other machines hear of its end from the agents."""
+        self.shutdown()
+
     def alive(self) -> int:
         """Return the number of machines that give signs of life: all, since none are exchanged."""
         return int(self.world_size)
