@@ -63,7 +63,10 @@ class Preemption(Callback):
                 signal.signal(number, self._on_signal)
 
     def on_exit(self, run: Run) -> None:
-        self._restore()
+        if run.requests.exit_code is None or run.strategy.collectives.is_alone:
+            self._restore()
+        else:  # its own signal, or its launcher's, may come late, and must not end it before the others have left too
+            self._run = None
         leaves = run.requests.exit_code == 143 and run.requests.signal is None
         if self.requeue and leaves and run.strategy.is_main:
             _requeue()
@@ -75,14 +78,17 @@ class Preemption(Callback):
         run = self._run
         if os.getpid() != self._process:
             self._in_child(number)
-        elif run is None or (self._told and not self._goes_on(number)):
+        elif self._told is not None and not self._goes_on(number):
             self._restore()
             signal.raise_signal(number)
-        else:
+        elif run is not None:
             if number == self._requeues and callable(self._handlers[number]):
                 run.requests.signal = number
             if self._told is None:
                 self._begin_exit(run, number)
+        elif self._told is None:
+            self._told = number, time.monotonic()
+            _say(f"{signal.Signals(number).name}: this process is about to exit; a second signal exits immediately.")
 
     def _begin_exit(self, run: Run, number: int) -> None:
         """Request a checkpoint and the end of the training, on all processes."""

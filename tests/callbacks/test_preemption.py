@@ -226,3 +226,29 @@ print(os.waitstatus_to_exitcode(status))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout.strip(), done.stderr) == (str(status), "")
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["by another process", "and by the launcher"])
+def test_a_process_that_leaves_with_others_is_not_ended_by_its_own_signal(
+    is_told: bool, run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would leave them in their last collective."""
+    heard, callback = list[int](), Preemption()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        callback.on_train_begin(run)
+        if is_told:
+            signal.raise_signal(signal.SIGTERM)
+        run.requests.exit_code = 143
+        monkeypatch.setattr(type(run.strategy.collectives), "is_alone", False)
+        callback.on_exit(run)
+        capfd.readouterr()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == []
+        assert ("SIGTERM: this process is about to exit" in capfd.readouterr().err) != is_told
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        callback._restore()
+        signal.signal(signal.SIGTERM, before)

@@ -21,8 +21,10 @@ from trainer_kit.errors import ProcessFailed
 from trainer_kit.launch import machines
 from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
+from trainer_kit.launch.failures import Failure
 from trainer_kit.launch.link import RunEndedError
 from trainer_kit.launch.machines import Machines
+from trainer_kit.launch.news import Change, News
 from trainer_kit.launch.output import OutputFiles
 from trainer_kit.launch.processes import run_processes
 from trainer_kit.launch.restart_limit import RestartLimit
@@ -59,8 +61,11 @@ def meet(each: Agent) -> str:
     try:
         each._rendezvous(each._worker_group)
     except (ProcessFailed, RunEndedError) as failure:
-        each._machines.rendezvous.shutdown()
+        each._machines.rendezvous.leave(failure)
         return str(failure)
+    except BaseException as error:
+        each._machines.rendezvous.leave(error)  # the others wait for it
+        raise
     return ""
 
 
@@ -144,3 +149,45 @@ def test_machines_on_their_way_hear_that_a_failure_has_ended_the_run(
         others.append(agent(meetings, 3, tmp_path))
     assert {*together(fail, *(partial(meet, each) for each in others))} == {"rank 7 failed"}
     assert meetings.said == [], "none goes on"
+
+
+def test_ranks_that_save_for_a_change_get_no_second_signal(
+    meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end them before they have saved."""
+    sent = list[tuple[str, int]]()
+    ranks = SimpleNamespace(
+        send=lambda number: sent.append(("send", number)), close=lambda number: sent.append(("close", number))
+    )
+    monkeypatch.setattr(Agent, "_ranks", ranks)
+    each = agent(meetings, 0, tmp_path)
+    each._change = Change("machine-b leaves", is_joining=False)
+    each._serve_change()
+    each.signals.append(signal.SIGTERM)
+    assert not each._serve_signals()
+    assert sent == [("send", signal.SIGTERM)]
+    each.signals.append(signal.SIGTERM)
+    assert each._serve_signals(), "the user's second one"
+    assert sent[1:] == [("close", signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("leaves_alone", [True, False])
+def test_a_machine_that_was_told_to_leave_starts_no_ranks_again(
+    leaves_alone: bool, meetings: Meetings, tmp_path: Path
+) -> None:
+    """Its last rank has failed meanwhile; the other machines go on if they are enough, or hear of the failure."""
+    each = agent(meetings, 0, tmp_path)
+    each._limit = each._failures.limit = RestartLimit(5)
+    each._passed_on, each._leaves_alone = signal.SIGTERM, leaves_alone
+    result = each._end_after(Failure(0, 1, 0.0, "OSError: the disk is full"))
+    assert (result.state, each._remaining_restarts) == (WorkerState.FAILED, 0)
+    assert each.exit_code == (143 if leaves_alone else None)
+    assert each.failed is not None
+    assert [each.failed.message in line for line in meetings.said] == [True] * leaves_alone
+
+
+def test_a_machine_that_was_told_to_leave_does_not_restart_with_the_others(meetings: Meetings, tmp_path: Path) -> None:
+    each = agent(meetings, 0, tmp_path)
+    each._passed_on = signal.SIGTERM
+    each._follow(News(ProcessFailed("rank 1 failed", 1, 3), goes_on=True))
+    assert (each.exit_code, each._remaining_restarts, meetings.said) == (143, 0, [])

@@ -405,10 +405,10 @@ class Agent(LocalElasticAgent):
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
-        if self._leaves_alone:
+        lost = self._machines.lost()
+        if self._leaves_alone or (self._passed_on is not None and lost):
             self._say(summary(self.failed))
             return self._end(goes_on=True)
-        lost = self._machines.lost()
         goes_on = self._passed_on is None and (bool(lost) or self._goes_on())
         first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))
         if first.failure.rank != self.failed.rank:

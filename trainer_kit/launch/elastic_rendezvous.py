@@ -399,7 +399,7 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RuntimeError("the store does not answer")
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
-        link.check_end(self._past[-1].number if self._past else 0)
+        link.check_end(self._past)
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the run.

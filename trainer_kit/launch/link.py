@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
@@ -25,6 +25,7 @@ from trainer_kit.launch.keeper import (
     beat_key,
     machine_key,
 )
+from trainer_kit.launch.membership import Membership
 from trainer_kit.launch.news import CHANGE, News, final_failure, opening
 from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
@@ -127,11 +128,11 @@ class Link:
         running = PrefixStore(str(number), self.store)
         return bool(opening(running)) and not running.check([CHANGE])
 
-    def check_end(self, number: int) -> None:
+    def check_end(self, past: Iterable[Membership]) -> None:
         """Raise an error if the run has ended, also for a machine that waits for a place in it.
 
         Args:
-            number: Number of this machine's last membership; 0 before the first.
+            past: See `Machine`; a failure may have been announced while this machine was on its way to meet the others.
 
         Raises:
             RunEndedError: If a failure has ended it, or the ranks have left because of a signal.
@@ -139,8 +140,9 @@ class Link:
             CutOffError: If the machines with this store may not continue, but others may.
             RendezvousGracefulExitError: If the ranks have done their work.
         """
-        for membership in {number, self.published().membership.number}:
-            if news := final_failure(PrefixStore(str(membership), self.store)):
+        published = self.published()
+        for membership in (*past, *published.bases, published.membership):
+            if news := final_failure(PrefixStore(str(membership.number), self.store)):
                 raise RunEndedError(News.from_json(news).failure)
         if not self.store.check([ENDED]):
             return
