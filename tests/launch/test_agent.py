@@ -171,19 +171,26 @@ def test_ranks_that_save_for_a_change_get_no_second_signal(
     assert sent[1:] == [("close", signal.SIGKILL)]
 
 
-@pytest.mark.parametrize("leaves_alone", [True, False])
+@pytest.mark.parametrize(
+    ("error", "leaves_alone", "exit_code"),
+    [
+        ("OSError: the disk is full", True, 143),
+        ("OSError: the disk is full", False, None),
+        ("trainer_kit.errors.LostProcessError: a connection to another process broke", False, 143),
+    ],
+)
 def test_a_machine_that_was_told_to_leave_starts_no_ranks_again(
-    leaves_alone: bool, meetings: Meetings, tmp_path: Path
+    error: str, leaves_alone: bool, exit_code: int | None, meetings: Meetings, tmp_path: Path
 ) -> None:
     """Its last rank has failed meanwhile; the other machines go on if they are enough, or hear of the failure."""
     each = agent(meetings, 0, tmp_path)
     each._limit = each._failures.limit = RestartLimit(5)
     each._passed_on, each._leaves_alone = signal.SIGTERM, leaves_alone
-    result = each._end_after(Failure(0, 1, 0.0, "OSError: the disk is full"))
+    result = each._end_after(Failure(0, 1, 0.0, error))
     assert (result.state, each._remaining_restarts) == (WorkerState.FAILED, 0)
-    assert each.exit_code == (143 if leaves_alone else None)
+    assert each.exit_code == exit_code
     assert each.failed is not None
-    assert [each.failed.message in line for line in meetings.said] == [True] * leaves_alone
+    assert [each.failed.message in line for line in meetings.said] == [True] * (exit_code == 143)
 
 
 def test_a_machine_that_was_told_to_leave_does_not_restart_with_the_others(meetings: Meetings, tmp_path: Path) -> None:

@@ -406,7 +406,7 @@ class Agent(LocalElasticAgent):
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
         lost = self._machines.lost()
-        if self._leaves_alone or (self._passed_on is not None and lost):
+        if self._leaves_alone or (self._passed_on is not None and (lost or failure.is_loss)):
             self._say(summary(self.failed))
             return self._end(goes_on=True)
         goes_on = self._passed_on is None and (bool(lost) or self._goes_on())

@@ -66,6 +66,11 @@ class Failure(NamedTuple):
         return f"failed with exit code {self.exit_code}" if self.traceback else f"left with exit code {self.exit_code}"
 
     @property
+    def is_loss(self) -> bool:
+        """Whether it only follows from the loss of another process, or its leaving."""
+        return "LostProcessError" in self.error.partition(":")[0]
+
+    @property
     def follow_up(self) -> str:
         """Sentence about a rank that ended after another one had failed."""
         error = self.error.partition("\n")[0]
