@@ -25,6 +25,7 @@ from site_builder.text_blocks import with_marked_blocks
 _HERE = Path(__file__).parent
 _NAMES = {"en": "English", "ar": "العربية"}
 _FRONT = """<!doctype html>
+<html lang="en">
 <meta charset="utf-8">
 <title>trainer_kit</title>
 <meta http-equiv="refresh" content="0; url=en/index.html">

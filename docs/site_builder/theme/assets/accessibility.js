@@ -6,11 +6,10 @@ for (const label of document.querySelectorAll("label.md-nav__link[id]")) {
   nav.removeAttribute("aria-labelledby")
 }
 addEventListener("load", () => {
-  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap")) wrap.tabIndex = 0
   for (const buttons of document.querySelectorAll(".md-code__nav")) buttons.role = "none"
-  for (const code of document.querySelectorAll("pre > code")) {
-    // Long lines scroll; the theme lets the keyboard reach only the code that is on the screen.
-    new ResizeObserver(() => { if (code.scrollWidth > code.clientWidth) code.tabIndex = 0 }).observe(code)
+  for (const part of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) {
+    // Wide tables and long lines scroll; the theme lets the keyboard reach only the code that is on the screen.
+    new ResizeObserver(() => { if (part.scrollWidth > part.clientWidth) part.tabIndex = 0 }).observe(part)
   }
 })
 // On a small screen, labels open the navigation, the search and the table of contents; buttons do so for the keyboard too.
@@ -24,14 +23,18 @@ for (const label of document.querySelectorAll("label:is(.md-header__button, .md-
   button.addEventListener("click", () => input.click())
   label.replaceWith(button)
 }
-const drawer = document.getElementById("__drawer")
-drawer.addEventListener("change", () => {
-  const opener = document.querySelector(".md-header__button[for=__drawer]")
-  opener.ariaExpanded = drawer.checked
-  const target = drawer.checked ? document.querySelector(".md-sidebar--primary a") : opener
-  target.focus()
-})
-addEventListener("keydown", ({ key }) => { if (key === "Escape" && drawer.checked) drawer.click() })
+for (const [id, panel] of [["__drawer", ".md-sidebar--primary"], ["__toc", ".md-sidebar--secondary"]]) {
+  const input = document.getElementById(id)
+  const opener = document.querySelector(`button[for=${id}]`)
+  if (!opener) continue // a page without sections has no table of contents
+  opener.ariaExpanded = false
+  input.addEventListener("change", () => {
+    opener.ariaExpanded = input.checked
+    const target = input.checked ? document.querySelector(`${panel} a`) : opener
+    target.focus()
+  })
+  addEventListener("keydown", ({ key }) => { if (key === "Escape" && input.checked) input.click() })
+}
 // Long names break at their dots and underscores.
 for (const name of document.querySelectorAll(".doc-object-name")) {
   name.replaceChildren(...name.textContent.split(/(?<=[._])/).flatMap(part => [part, document.createElement("wbr")]))
