@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import math
 import sys
 from pathlib import Path
@@ -11,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 from trainer_kit.config.event_schedule import steps_between
+from trainer_kit.utils.pytree import unflatten_state
+from trainer_kit.utils.wrappers import without_wrappers
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from trainer_kit.run import Run
+    from trainer_kit.state import TrainState
 
     from .transformers_arguments import LiveArguments
 
@@ -28,7 +33,8 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
 
     The hooks get transformers' arguments: args, state and control, and as keywords model, processing_class, optimizer,
     lr_scheduler, train_dataloader and eval_dataloader (both None), logs and metrics. The args are an instance of
-    transformers' `TrainingArguments`; setting a field changes the run's arguments. Flags set in the control become
+    transformers' `TrainingArguments`; setting a field changes the run's arguments. The state's `total_flos` is
+    transformers' estimate, without padding: 6 operations per token and parameter. Flags set in the control become
     requests to the loop. `on_prediction_step` and `on_push_begin` are never called. A callback that sets
     `should_epoch_stop` raises an error.
 
@@ -70,6 +76,7 @@ class _Adapter(Callback):
         self._state = TrainerState()
         self._control = TrainerControl()
         self._args: LiveArguments | None = None
+        self._flops_per_token = 0
         for hook in _FREQUENT:
             if self._listens_to(hook):
                 setattr(self, hook, functools.partial(self._call, hook))
@@ -83,7 +90,7 @@ class _Adapter(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         self._control.should_training_stop = False
-        self._set_best(run)
+        self._set_best(run.state)
         self._call("on_train_begin", run)
 
     def on_epoch_begin(self, run: Run) -> None:
@@ -98,18 +105,22 @@ class _Adapter(Callback):
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._log(run, metrics)
         self._call("on_evaluate", run, metrics=dict(metrics))
-        self._set_best(run)
+        self._set_best(run.state)
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
         self._call("on_predict", run, metrics=dict(metrics))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
-        self._set_best(run)
+        self._set_best(run.state)
 
     def on_save(self, run: Run, directory: Path) -> None:
         if directory.name == f"checkpoint-{run.state.best_step}":
             self._state.best_model_checkpoint = str(directory)
-        self._call("on_save", run, step=int(directory.name.rpartition("-")[2]))  # may be of an earlier step
+        if self._listens_to("on_save"):
+            counters = _counters_of(run, directory)
+            self._set_best(counters)
+            self._call("on_save", run, counters)
+            self._set_best(run.state)
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
@@ -142,17 +153,20 @@ class _Adapter(Callback):
         self._state.log_history.append({**logs, "step": run.state.step})
         self._call("on_log", run, logs=logs)
 
-    def _set_best(self, run: Run) -> None:
-        self._state.best_metric, self._state.best_global_step = run.state.best_metric, run.state.best_step
+    def _set_best(self, counters: TrainState) -> None:
+        self._state.best_metric, self._state.best_global_step = counters.best_metric, counters.best_step
 
-    def _call(self, hook: str, run: Run, step: int | None = None, **event: Any) -> None:
-        """Copy counters and requests into state and control, call one hook, and copy the requests back."""
+    def _call(self, hook: str, run: Run, counters: TrainState | None = None, **event: Any) -> None:
+        """Copy counters and requests into state and control, call one hook, and copy the requests back.
+
+        The counters are those of the run, unless others are given.
+        """
         if self._args is None or self._args.run is not run:
             from .transformers_arguments import LiveArguments
 
             self._args = LiveArguments(run)
-        self._take_counters(run)
-        self._state.global_step = run.state.step if step is None else step
+            self._flops_per_token = _flops_per_token(run.model)
+        self._take_counters(run, counters or run.state)
         control, requests = self._control, run.requests
         control.should_log, control.should_evaluate = requests.log, requests.evaluate
         control.should_save, control.should_training_stop = requests.save, requests.stop
@@ -176,10 +190,11 @@ class _Adapter(Callback):
             requests.reason = f"{type(self).__name__} asked for it"
         requests.save, requests.stop = control.should_save, control.should_training_stop
 
-    def _take_counters(self, run: Run) -> None:
-        state, counters = self._state, run.state
-        state.epoch, state.max_steps = counters.epochs, run.total_steps
+    def _take_counters(self, run: Run, counters: TrainState) -> None:
+        state = self._state
+        state.global_step, state.epoch, state.max_steps = counters.step, counters.epochs, run.total_steps
         state.num_input_tokens_seen = counters.tokens
+        state.total_flos = self._flops_per_token * counters.tokens
         state.num_train_epochs = sys.maxsize if run.total_epochs == math.inf else math.ceil(run.total_epochs)
         state.train_batch_size = run.args.per_device_train_batch_size
         total, args = run.total_steps, run.args
@@ -187,3 +202,25 @@ class _Adapter(Callback):
         state.eval_steps = steps_between(args.eval_steps or args.logging_steps, total)
         state.is_world_process_zero = run.strategy.is_main
         state.is_local_process_zero = run.strategy.collectives.is_local_main
+
+
+def _counters_of(run: Run, directory: Path) -> TrainState:
+    """Return the counters of a checkpoint; those of the run, with its step, if its files are on another machine."""
+    step = int(directory.name.rpartition("-")[2])
+    if step == run.state.step:
+        return run.state
+    counters = dataclasses.replace(run.state, step=step)
+    with contextlib.suppress(OSError):
+        trainer: Any = unflatten_state(json.loads((directory / "state" / "trainer.json").read_text("utf-8")), {})
+        counters.load_state_dict(trainer["counters"])
+    return counters
+
+
+def _flops_per_token(model: Any) -> int:
+    """Return the operations of a training step for a token, as transformers estimates them for its models; else 0."""
+    from transformers import PreTrainedModel
+
+    base: Any = without_wrappers(model)
+    if hasattr(base, "get_base_model"):  # of peft
+        base = base.get_base_model()
+    return 6 * base.num_parameters(exclude_embeddings=True) if isinstance(base, PreTrainedModel) else 0

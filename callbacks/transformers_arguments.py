@@ -201,8 +201,8 @@ _TRANSLATED: Mapping[str, Callable[[Run], Any]] = {
     "accelerator_config": lambda run: AcceleratorConfig() if is_accelerate_available() else None,
     "debug": lambda run: [],
     "full_determinism": lambda run: torch.are_deterministic_algorithms_enabled(),
-    "do_train": lambda run: True,
-    "do_eval": lambda run: run.args.eval_strategy != "no",
+    "include_num_input_tokens_seen": lambda run: "non_padding",
+    "dataloader_pin_memory": lambda run: run.args.dataloader_pin_memory and not run.args.use_cpu,
 }
 """Readers of what a run has under other names or in another form than some release of transformers."""
 

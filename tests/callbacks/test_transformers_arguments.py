@@ -106,6 +106,14 @@ def test_what_the_run_has_in_another_form_is_translated(make_run: Callable[..., 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("do_train", [False, True])
+def test_what_the_script_reads_is_as_it_was_given(do_train: bool, make_run: Callable[..., Run]) -> None:
+    args, expected = LiveArguments(make_run(do_train=do_train, use_cpu=True)), theirs(do_train=do_train)
+    for name in ("do_train", "do_eval", "do_predict", "dataloader_pin_memory"):
+        assert getattr(args, name) == getattr(expected, name), name
+    assert args.include_num_input_tokens_seen == "non_padding"
+
+
 def test_a_fused_optimizer_has_the_name_of_one(make_run: Callable[..., Run]) -> None:
     run = make_run()
     run.optimizer = torch.optim.AdamW(run.model.parameters(), fused=True)
