@@ -103,11 +103,27 @@ def test_hf_argument_parser_takes_the_arguments(monkeypatch: Any) -> None:
         ("--use_cpu true --seed 3", {"use_cpu": True, "seed": 3}),
         ("--use-cpu false --greater_is_better", {"use_cpu": False, "greater_is_better": True}),
         ('--lr_scheduler_kwargs {"num_cycles":2}', {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+        ("--bf16 --seed 3", {"mixed_precision": "bf16", "seed": 3}),
+        ("--bf16 True --fp16 False", {"mixed_precision": "bf16"}),
+        ("--fp16", {"mixed_precision": "fp16"}),
+        ("--fp16 no", {}),
+        ("--mixed-precision fp8", {"mixed_precision": "fp8"}),
     ],
 )
 def test_hf_argument_parser_takes_flags_and_dicts(line: str, expected: dict[str, Any]) -> None:
     parser = transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     assert parser.parse_args_into_dataclasses(line.split())[0] == TrainingArguments(**expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [("--bf16 maybe", "--bf16 takes true or false"), ("--mixed_precision", "--mixed_precision needs the name")],
+)
+def test_hf_argument_parser_names_a_wrong_precision(line: str, sentence: str, capsys: Any) -> None:
+    parser = transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(line.split())
+    assert sentence in capsys.readouterr().err
 
 
 def test_hf_argument_parser_leaves_the_launchers_choices(monkeypatch: Any) -> None:

@@ -36,7 +36,7 @@ from trainer_kit.config.field_types import (
     StepsOrFraction,
 )
 from trainer_kit.config.optimizer_options import check_schedule, optimizer_options
-from trainer_kit.config.parser_hints import FLAG, JSON_TEXT
+from trainer_kit.config.parser_hints import FLAG, JSON_TEXT, PRECISION
 from trainer_kit.config.reporters import REPORTERS, check_reporters, chosen_reporters, reporters_as_data
 from trainer_kit.config.sources import ArgumentSources, with_other_names
 from trainer_kit.config.validation import check_values, read_options
@@ -227,7 +227,8 @@ class TrainingArguments(ArgumentSources):
     max_grad_norm: NotNegative = 1.0
     max_grad_value: Positive | None = None
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
-        default_factory=environment.mixed_precision  # type: ignore[arg-type]  # checked like any other value
+        default_factory=environment.mixed_precision,  # type: ignore[arg-type]  # checked like any other value
+        metadata=PRECISION,
     )
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     channels_last: bool = False

@@ -20,11 +20,36 @@ class _TextOption(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _PrecisionOption(argparse.Action):
+    """Take a precision by its name, and transformers' `--bf16` and `--fp16`, alone or with a truth value."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        precision = str(option).lstrip("-")
+        if precision in _PRECISIONS:
+            is_on = str(value or True).lower()
+            if is_on not in _TRUTH:
+                parser.error(f"{option} takes true or false, or nothing, but got {value}")
+            if _TRUTH[is_on]:
+                setattr(namespace, self.dest, precision)
+        elif value is None:
+            parser.error(f"{option} needs the name of a precision")
+        else:
+            setattr(namespace, self.dest, value)
+
+
+_PRECISIONS = ("bf16", "fp16")
+_TRUTH = {"yes": True, "true": True, "t": True, "y": True, "1": True,
+          "no": False, "false": False, "f": False, "n": False, "0": False}  # fmt: skip
+
 # transformers' HfArgumentParser gives the metadata of a field to `add_argument`.
 FLAG: Mapping[str, Any] = {"nargs": "?", "const": True}
 """Metadata of a bool that may be None: its name alone means True."""
 JSON_TEXT: Mapping[str, Any] = {"action": _TextOption}
 """Metadata of a dict, which the dataclass reads from JSON text."""
+PRECISION: Mapping[str, Any] = {"action": _PrecisionOption, "nargs": "?", "aliases": [f"--{p}" for p in _PRECISIONS]}
+"""Metadata of the precision, which transformers sets by a flag for each."""
 
 
 class Accepts(NamedTuple):
