@@ -223,6 +223,15 @@ def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
     (warning,) = plan(tmp_path).warnings
     assert "holds checkpoint-4 and checkpoint-8, and this run does not resume from there" in warning
+    assert warning.endswith("(set resume_from_checkpoint=True to resume)")
+
+
+def test_a_folder_with_checkpoints_of_transformers_alone(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    (warning,) = plan(tmp_path).warnings
+    assert warning.endswith("does not resume from there: it would move them to earlier-N/")
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,10 @@ def start_warnings(start: StartSection, run: Run) -> Iterator[str]:
         return
     which = join_names(start.others)
     if start.checkpoint is None:
+        remedy = " (set resume_from_checkpoint=True to resume)" if start.can_resume else ""
         yield (
             f"{run.args.output_dir} holds {which}, and this run does not resume from there: it would move them to "
-            "earlier-N/ (set resume_from_checkpoint=True to resume)"
+            f"earlier-N/{remedy}"
         )
     else:
         yield f"{which} in {run.args.output_dir} would be moved to earlier-N/: this run resumes from {start.checkpoint}"

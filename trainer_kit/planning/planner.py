@@ -11,6 +11,7 @@ import torch
 from trainer_kit.callback import Callback
 from trainer_kit.checkpoint import find_checkpoints
 from trainer_kit.checkpoint.compatibility import default_request
+from trainer_kit.checkpoint.format.discovery import is_of_transformers
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config import environment
@@ -208,8 +209,9 @@ class _Rehearsal:
     def _start(self) -> sections.StartSection:
         folder, source = self.checkpoints.folder, self.checkpoints.resumed_from
         own = {each.name for each in self.checkpoints.saver.committed}
-        others = tuple(path.name for path in find_checkpoints(folder) if path.name not in own)
-        return sections.StartSection(str(folder), None if source is None else str(source), others)
+        others = [path for path in find_checkpoints(folder) if path.name not in own]
+        names, can_resume = tuple(path.name for path in others), not all(map(is_of_transformers, others))
+        return sections.StartSection(str(folder), None if source is None else str(source), names, can_resume)
 
     def _hardware(self) -> sections.Hardware:
         strategy, stage, args = self.strategy, self.stage, self.run.args

@@ -77,11 +77,13 @@ class StartSection:
         folder: Value of `output_dir`.
         checkpoint: Folder of the checkpoint that the run resumes from; None for a run from step 0.
         others: Other checkpoints in `output_dir`, which the run would move aside.
+        can_resume: Whether one of them is no checkpoint of transformers' Trainer, which no run resumes from.
     """
 
     folder: str
     checkpoint: str | None
     others: tuple[str, ...]
+    can_resume: bool
 
 
 @dataclasses.dataclass(frozen=True)
