@@ -12,7 +12,7 @@ from site_builder.tables import table
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "tensorboard")
-COMPARED = ("torchao", "torchmetrics", "scikit-learn")
+COMPARED = ("accelerate", "torchao", "torchmetrics", "scikit-learn")
 
 _BOUND = re.compile(r"^([\w.-]+)(?:\[.*\])?>=([\w.]+)", re.MULTILINE)
 
@@ -21,8 +21,7 @@ def packages() -> str:
     """Return the table of packages with the oldest supported and the newest tried version, of setup.cfg and CI."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    required = "\n".join([setup["options"]["install_requires"], *extras(setup)])
-    oldest = dict(_BOUND.findall(required))
+    oldest = lowest("\n".join([setup["options"]["install_requires"], *extras(setup)]))
     both = "\n".join(setup["options.extras_require"][name] for name in ("ecosystem", "trackers", "draccus", "ray"))
     named = dict(_BOUND.findall(both))
     newest = tried()
@@ -31,8 +30,16 @@ def packages() -> str:
 
 
 def extras(setup: configparser.ConfigParser) -> list[str]:
-    """Return the requirements of each extra."""
-    return [value for _, value in setup.items("options.extras_require", raw=True)]
+    """Return the requirements of each extra, but for the benchmarks, which no test runs."""
+    return [value for name, value in setup.items("options.extras_require", raw=True) if name != "bench"]
+
+
+def lowest(requirements: str) -> dict[str, str]:
+    """Return the bound of each package, the lowest of those that differ by Python."""
+    found: dict[str, str] = {}
+    for name, bound in _BOUND.findall(requirements):
+        found[name] = min(found.get(name, bound), bound, key=Version)
+    return found
 
 
 def tried() -> dict[str, str]:
