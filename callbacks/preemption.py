@@ -24,6 +24,9 @@ _ONE_SIGNAL = 0.25
 """Seconds within which a repeated signal counts as one: a scheduler or a terminal signals both the launcher and its
 processes, and the launcher forwards the signal."""
 
+_LEAVING = 10.0
+"""Seconds in which a process leaves after its last hook."""
+
 
 class Preemption(Callback):
     """End training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it immediately.
@@ -46,6 +49,7 @@ class Preemption(Callback):
         self._run: Run | None = None
         self._process = 0
         self._told: tuple[int, float] | None = None  # the first signal, and when it came
+        self._left_at = 0.0
         self._handlers: dict[int, Any] = {}
         self._requeues: int | None = None  # the signal whose handler, submitit's, requeues the job
 
@@ -63,11 +67,12 @@ class Preemption(Callback):
                 signal.signal(number, self._on_signal)
 
     def on_exit(self, run: Run) -> None:
-        if run.requests.exit_code is None or run.strategy.collectives.is_alone:
+        requests = run.requests
+        if requests.exit_code is None or requests.signal is not None or run.strategy.collectives.is_alone:
             self._restore()
         else:  # its own signal, or its launcher's, may come late, and must not end it before the others have left too
-            self._run = None
-        leaves = run.requests.exit_code == 143 and run.requests.signal is None
+            self._run, self._left_at = None, time.monotonic()
+        leaves = requests.exit_code == 143 and requests.signal is None
         if self.requeue and leaves and run.strategy.is_main:
             _requeue()
 
@@ -78,7 +83,7 @@ class Preemption(Callback):
         run = self._run
         if os.getpid() != self._process:
             self._in_child(number)
-        elif self._told is not None and not self._goes_on(number):
+        elif (self._told is not None and not self._goes_on(number)) or self._has_left():
             self._restore()
             signal.raise_signal(number)
         elif run is not None:
@@ -89,6 +94,10 @@ class Preemption(Callback):
         elif self._told is None:
             self._told = number, time.monotonic()
             _say(f"{signal.Signals(number).name}: this process is about to exit; a second signal exits immediately.")
+
+    def _has_left(self) -> bool:
+        """Return whether the training ended a while ago, in a program that has gone on after its SystemExit."""
+        return self._run is None and time.monotonic() > self._left_at + _LEAVING
 
     def _begin_exit(self, run: Run, number: int) -> None:
         """Request a checkpoint and the end of the training, on all processes."""

@@ -186,7 +186,7 @@ def test_a_machine_that_was_told_to_leave_starts_no_ranks_again(
     each = agent(meetings, 0, tmp_path)
     each._limit = each._failures.limit = RestartLimit(5)
     each._passed_on, each._leaves_alone = signal.SIGTERM, leaves_alone
-    result = each._end_after(Failure(0, 1, 0.0, error))
+    result = each._end_after(Failure(0, 1, 0.0, error, f"Traceback (most recent call last):\n{error}"))
     assert (result.state, each._remaining_restarts) == (WorkerState.FAILED, 0)
     assert each.exit_code == exit_code
     assert each.failed is not None

@@ -13,10 +13,10 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch import elastic_rendezvous
-from trainer_kit.launch.keeper import Facts, Published, machine_key
 from trainer_kit.launch.link import IsNewcomerError, RunEndedError
 from trainer_kit.launch.membership import Readiness
 from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, OPEN, OUTCOME, Change, News
+from trainer_kit.launch.published import Facts, Published, machine_key
 
 
 @pytest.fixture

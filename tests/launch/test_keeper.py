@@ -12,7 +12,11 @@ import pytest
 import torch.distributed as dist
 from kit.clock import Clock
 
-from trainer_kit.launch.keeper import (
+from trainer_kit.launch.keeper import Keeper
+from trainer_kit.launch.membership import Membership, Readiness, Right
+from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OPEN, OUTCOME, Change, News
+from trainer_kit.launch.news import LOST as LOST_MACHINES
+from trainer_kit.launch.published import (
     ENDED,
     HERE,
     MACHINES,
@@ -20,14 +24,10 @@ from trainer_kit.launch.keeper import (
     End,
     Facts,
     Here,
-    Keeper,
     Published,
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.membership import Membership, Readiness, Right
-from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OPEN, OUTCOME, Change, News
-from trainer_kit.launch.news import LOST as LOST_MACHINES
 
 
 class Store(dist.HashStore):
@@ -481,7 +481,7 @@ def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:
     assert not launchers.keeper.can_go_on_without("id-a", has_claimed=True), "only b stays, which is no candidate"
     launchers.wait(0, first, name="a", end=End.OVER)
     launchers.wait(1, first, name="b")
-    launchers.keeper.hand_over("id-a")
+    launchers.keeper.hand_over("id-a", lambda: False, End.LEFT)
     assert not launchers.store.check([ENDED])
     launchers.wait(1, first, name="b", end=End.OVER)
     launchers.keeper.stop(lambda: False, End.GIVEN_UP)

@@ -10,11 +10,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from trainer_kit.launch import link as links
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
 from trainer_kit.launch.link import Link
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.news import OPEN
 from trainer_kit.launch.presence import Presence
+from trainer_kit.launch.published import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
 from trainer_kit.launch.store import serve_store
 
 

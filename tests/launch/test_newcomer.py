@@ -14,9 +14,9 @@ from kit.clock import Clock
 from kit.joining import Joining, Note
 
 from trainer_kit.launch import newcomer as newcomers
-from trainer_kit.launch.keeper import Published
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.newcomer import Newcomer, Outlook
+from trainer_kit.launch.published import Published
 from trainer_kit.utils.new_place import NEW
 
 

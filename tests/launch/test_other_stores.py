@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer_kit.launch import other_stores
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import MEMBERSHIP, Published
 from trainer_kit.launch.membership import Membership
 from trainer_kit.launch.other_stores import OtherStores
+from trainer_kit.launch.published import MEMBERSHIP, Published
 from trainer_kit.launch.store import serve_store
 
 NOWHERE = "192.0.2.1"  # an address for documentation, which no machine has

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
 from trainer_kit.config import environment
-from trainer_kit.launch.keeper import Published
 from trainer_kit.launch.membership import Membership
 from trainer_kit.launch.places import expect_place, variables_of
+from trainer_kit.launch.published import Published
 
 
 def test_a_newcomer_expects_the_places_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:

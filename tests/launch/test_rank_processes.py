@@ -25,6 +25,7 @@ Start = Callable[..., RankProcesses]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     contexts: list[SubprocessContext] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}  # torch sets its own
 
     def started(*codes: str) -> RankProcesses:
         variables = {number: {"RANK": str(number), "TORCHELASTIC_RESTART_COUNT": "0"} for number in range(len(codes))}
@@ -42,6 +43,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_the_ends_of_ranks(start: Start) -> None:

@@ -9,8 +9,8 @@ import pytest
 from kit.ranks import free_port
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import ENDED, End, Facts
 from trainer_kit.launch.link import Link
+from trainer_kit.launch.published import ENDED, End, Facts
 from trainer_kit.launch.served_store import ServedStore
 from trainer_kit.launch.store import answers
 
@@ -49,12 +49,29 @@ def test_its_machines_meet(config: LaunchConfig, served: ServedStore) -> None:
 
 
 def test_it_can_end_without_the_end_of_the_run(config: LaunchConfig, served: ServedStore) -> None:
-    own = served.link()
-    own.announce(Facts("own", "host"))
+    own, other = served.link(), Link("127.0.0.1", config.port, config.run_id, 0.05)
+    for name, link in (("own", own), ("other", other)):
+        link.announce(Facts(name, "host"))
     members(own)
-    served.hand_over("own")
-    assert not own.store.check([ENDED]), "no other machine belongs to the run, so that it waits for none"
-    own.stop()
+    other.announce(Facts("other", "host", (other.published().membership,)))
+    served.hand_over("own", lambda: False, End.LEFT)
+    assert not own.store.check([ENDED]), "the other one waits for the next membership"
+    for link in (own, other):
+        link.stop()
+
+
+def test_the_run_ends_where_all_leave(config: LaunchConfig, served: ServedStore) -> None:
+    """A machine that waits for a place has to hear of it."""
+    own, other = served.link(), Link("127.0.0.1", config.port, config.run_id, 0.05)
+    for name, link in (("own", own), ("other", other)):
+        link.announce(Facts(name, "host"))
+    members(own)
+    for name, link in (("own", own), ("other", other)):
+        link.announce(Facts(name, "host", end=End.LEFT))
+    served.hand_over("own", lambda: False, End.LEFT)
+    assert own.store.get(ENDED).decode() == End.LEFT
+    for link in (own, other):
+        link.stop()
 
 
 def test_its_end_is_announced(config: LaunchConfig, served: ServedStore) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import MultiprocessContext, Subpr
 from trainer_kit.config import environment
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.failures import Failure, summary
+from trainer_kit.launch.failures import Failure, follows_loss, summary
 from trainer_kit.launch.link import IsNewcomerError, RunEndedError
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.newcomer import Newcomer, Outlook
@@ -146,7 +146,7 @@ class Agent(LocalElasticAgent):
         if self._has_met:  # before the ranks ended
             self._has_met, self._remaining_restarts = False, worker_group.spec.max_restarts - self._starts
             return
-        self._change = None
+        self._change, self._is_told = None, self._passed_on is not None
         words, missed_end = self._words(), self._machines.missed_end()
         rendezvous.stays = bool(words[-1])
         while True:
@@ -356,7 +356,7 @@ class Agent(LocalElasticAgent):
     def _leaving_code(self, endings: list[int | None]) -> int:
         return 130 if self._passed_on == signal.SIGINT or (self._passed_on is None and 130 in endings) else 143
 
-    # Ends of ranks
+    # Ends of ranks, and restarts
 
     @property
     def _ranks(self) -> RankProcesses:
@@ -389,8 +389,6 @@ class Agent(LocalElasticAgent):
         if self._pcontext is not None:
             self._ranks.close_output()
 
-    # Restarts
-
     def _end_after(self, failure: Failure | None) -> RunResult:
         """End this start of the ranks after a failure, or after they obeyed a signal (None)."""
         if self._machines.rendezvous.is_outvoted():
@@ -405,9 +403,11 @@ class Agent(LocalElasticAgent):
             self.exit_code = self.exit_code or self._leaving_code([])
             return self._end(goes_on=False)
         self.failed = failure.report(self.remedies.get(failure.exit_code or 0, ""))
+        if self._passed_on is not None and (news := self._machines.news(at_once=True)) is not None:
+            return self._follow(news)
         lost = self._machines.lost()
-        if self._leaves_alone or (self._passed_on is not None and (lost or failure.is_loss)):
-            self._say(summary(self.failed))
+        if self._leaves_alone or (self._passed_on is not None and (lost or follows_loss(self.failed))):
+            self._say(str(self.failed))
             return self._end(goes_on=True)
         goes_on = self._passed_on is None and (bool(lost) or self._goes_on())
         first = self._machines.announce(self.failed, goes_on, is_loss=bool(lost))

@@ -18,11 +18,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError, ProcessesLeft
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import BEGUN, End, Facts, Here, Published
 from trainer_kit.launch.link import STILL_TRAINING, IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.other_stores import OtherStores
+from trainer_kit.launch.published import BEGUN, End, Facts, Here, Published
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.served_store import ServedStore
 from trainer_kit.launch.store import answers, own_candidate, serve_free_port
@@ -361,7 +361,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._unsaid += published.describe(self._config)
         now = published.membership
         self._published, self._past = published, (*published.bases, now)
-        self._is_outvoted, self._better = False, None
+        self._is_outvoted, self._hands_over, self._better = False, False, None
         after = published.bases[0].number if published.bases else 0
         self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
 
@@ -420,7 +420,7 @@ class ElasticRendezvous(RendezvousHandler):
             self._link.stop()
             self._link = None
         if self._served is not None and self._hands_over:
-            self._served.hand_over(self._id)
+            self._served.hand_over(self._id, self._is_stopped, self._end)
         elif self._served is not None:
             self._served.stop(self._is_stopped, self._end)
         self._served = None

@@ -66,11 +66,6 @@ class Failure(NamedTuple):
         return f"failed with exit code {self.exit_code}" if self.traceback else f"left with exit code {self.exit_code}"
 
     @property
-    def is_loss(self) -> bool:
-        """Whether it only follows from the loss of another process, or its leaving."""
-        return "LostProcessError" in self.error.partition(":")[0]
-
-    @property
     def follow_up(self) -> str:
         """Sentence about a rank that ended after another one had failed."""
         error = self.error.partition("\n")[0]
@@ -153,6 +148,11 @@ def read_failure(rank: int, exit_code: int | None, error_file: str, stderr_file:
         return Failure(rank, exit_code, when, message["message"], trace, "" if trace else _tail(stderr_file))
     is_own_fault = exit_code in _FATAL or (exit_code is not None and exit_code >= 0)
     return Failure(rank, exit_code, 0.0 if is_own_fault else time.time(), tail=_tail(stderr_file))
+
+
+def follows_loss(failure: ProcessFailed) -> bool:
+    """Return whether a failure only follows from the loss of another process or machine, or from its leaving."""
+    return failure.rank < 0 or "LostProcessError" in summary(failure)
 
 
 def summary(failure: ProcessFailed) -> str:

@@ -6,13 +6,16 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.errors import CutOffError, ProcessesLeft, ProcessFailed
-from trainer_kit.launch.keeper import (
+from trainer_kit.launch.membership import Membership
+from trainer_kit.launch.news import CHANGE, News, final_failure, opening
+from trainer_kit.launch.presence import be_present, end_connection
+from trainer_kit.launch.published import (
     ENDED,
     HERE,
     MACHINES,
@@ -25,9 +28,6 @@ from trainer_kit.launch.keeper import (
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.membership import Membership
-from trainer_kit.launch.news import CHANGE, News, final_failure, opening
-from trainer_kit.launch.presence import be_present, end_connection
 from trainer_kit.launch.store import answers, connect_store
 
 _SILENCE_SECONDS = 5.0
@@ -128,7 +128,7 @@ class Link:
         running = PrefixStore(str(number), self.store)
         return bool(opening(running)) and not running.check([CHANGE])
 
-    def check_end(self, past: Iterable[Membership]) -> None:
+    def check_end(self, past: Sequence[Membership]) -> None:
         """Raise an error if the run has ended, also for a machine that waits for a place in it.
 
         Args:
@@ -140,8 +140,7 @@ class Link:
             CutOffError: If the machines with this store may not continue, but others may.
             RendezvousGracefulExitError: If the ranks have done their work.
         """
-        published = self.published()
-        for membership in (*past, *published.bases, published.membership):
+        for membership in (*past[-1:], self.published().membership):
             if news := final_failure(PrefixStore(str(membership.number), self.store)):
                 raise RunEndedError(News.from_json(news).failure)
         if not self.store.check([ENDED]):

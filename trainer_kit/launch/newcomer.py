@@ -10,8 +10,8 @@ from collections.abc import Callable
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
-from trainer_kit.launch.keeper import Published
 from trainer_kit.launch.membership import Readiness
+from trainer_kit.launch.published import Published
 from trainer_kit.utils.new_place import NEW
 from trainer_kit.utils.units import pluralize
 

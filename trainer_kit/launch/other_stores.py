@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from torch._C._distributed_c10d import PrefixStore
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import MEMBERSHIP, Published
+from trainer_kit.launch.published import MEMBERSHIP, Published
 from trainer_kit.launch.store import answers, connect_store
 from trainer_kit.utils.background import in_background
 

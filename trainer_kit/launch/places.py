@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
 from trainer_kit.config import environment
-from trainer_kit.launch.keeper import Published
+from trainer_kit.launch.published import Published
 
 
 def expect_place(ranks: WorkerGroup, running: Published) -> None:

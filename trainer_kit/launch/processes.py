@@ -29,6 +29,7 @@ from trainer_kit.errors import ProcessesLeft, ProcessFailed
 from trainer_kit.launch.agent import Agent
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.elastic_rendezvous import ElasticRendezvous
+from trainer_kit.launch.failures import follows_loss
 from trainer_kit.launch.function import Function
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.output import OutputFiles
@@ -231,11 +232,13 @@ def _run(agent: Agent) -> None:
     result = future.result()
     if agent.exit_code is not None:
         raise ProcessesLeft(agent.exit_code)
-    if result is None:  # the run ended while this machine waited for a place in it
-        return
-    if result.is_failed():
-        assert agent.failed is not None
-        raise agent.failed
+    failed = agent.failed
+    if result is None:  # the run ended while this machine waited for a place in it, after a failure or not
+        if failed is not None and not follows_loss(failed):
+            raise failed
+    elif result.is_failed():
+        assert failed is not None
+        raise failed
 
 
 @contextlib.contextmanager

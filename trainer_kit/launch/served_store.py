@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import PrefixStore
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.keeper import PRESENCE, End, Keeper
+from trainer_kit.launch.keeper import Keeper
 from trainer_kit.launch.link import Link
 from trainer_kit.launch.presence import Presence
+from trainer_kit.launch.published import PRESENCE, End
 from trainer_kit.launch.store import connect_store, serve_store
 
 
@@ -57,7 +58,7 @@ class ServedStore:
         self.keeper.stop(is_hurried, end)
         self._presence.close()
 
-    def hand_over(self, own: str) -> None:
+    def hand_over(self, own: str, is_hurried: Callable[[], bool], end: End) -> None:
         """End the store, but not the run; see `Keeper.hand_over`."""
-        self.keeper.hand_over(own)
+        self.keeper.hand_over(own, is_hurried, end)
         self._presence.close()
