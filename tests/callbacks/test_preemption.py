@@ -252,3 +252,40 @@ def test_a_process_that_leaves_with_others_is_not_ended_by_its_own_signal(
     finally:
         callback._restore()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_program_that_goes_on_after_it_has_left_has_its_handlers_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, callback = list[int](), Preemption()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        callback.on_train_begin(run)
+        run.requests.exit_code = 143
+        monkeypatch.setattr(type(run.strategy.collectives), "is_alone", False)
+        callback.on_exit(run)
+        monkeypatch.setattr("trainer_kit.callbacks.preemption._LEAVING", -1.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        callback._restore()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_signal_that_requeues_has_its_handler_at_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train()` raises it again, also in a run of several processes."""
+    heard, callback = list[int](), Preemption()
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    try:
+        callback.on_train_begin(run)
+        signal.raise_signal(signal.SIGUSR2)
+        assert run.requests.signal == signal.SIGUSR2
+        monkeypatch.setattr(type(run.strategy.collectives), "is_alone", False)
+        callback.on_exit(run)
+        signal.raise_signal(signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+    finally:
+        callback._restore()
+        signal.signal(signal.SIGUSR2, before)

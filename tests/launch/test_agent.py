@@ -198,3 +198,32 @@ def test_a_machine_that_was_told_to_leave_does_not_restart_with_the_others(meeti
     each._passed_on = signal.SIGTERM
     each._follow(News(ProcessFailed("rank 1 failed", 1, 3), goes_on=True))
     assert (each.exit_code, each._remaining_restarts, meetings.said) == (143, 0, [])
+
+
+def test_a_machine_that_was_told_to_leave_hears_of_a_failure_of_another_one(
+    meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own ranks have failed since they missed the one that failed first."""
+    each = agent(meetings, 0, tmp_path)
+    each._passed_on = signal.SIGTERM
+    news = News(ProcessFailed("rank 1 failed", 1, 3), goes_on=False)
+    monkeypatch.setattr(each._machines, "news", lambda at_once: news)
+    error = "trainer_kit.errors.LostProcessError: a connection to another process broke"
+    each._end_after(Failure(0, 1, 0.0, error, error))
+    assert (each.exit_code, each.failed) == (None, news.failure)
+
+
+def test_ranks_that_stay_in_their_processes_get_a_later_signal(
+    meetings: Meetings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were to save for a change, but met the others in their processes."""
+    sent = list[int]()
+    monkeypatch.setattr(Agent, "_ranks", SimpleNamespace(send=sent.append))
+    agents = [agent(meetings, number, tmp_path) for number in range(3)]
+    agents[0]._tell(signal.SIGTERM)
+    for each in agents:
+        monkeypatch.setattr(each, "_left", lambda: "run/1")
+    together(*(partial(meet, each) for each in agents))
+    agents[0].signals.append(signal.SIGTERM)
+    agents[0]._serve_signals()
+    assert sent == [signal.SIGTERM] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch.distributed as dist
 from kit.clock import Clock
 
+from trainer_kit.errors import ProcessFailed
+from trainer_kit.launch import keeper
 from trainer_kit.launch.keeper import Keeper
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, GONE, OPEN, OUTCOME, Change, News
@@ -468,6 +471,36 @@ def test_the_run_has_ended_when_all_have_left(ends: tuple[End, End], expected: E
         assert not launchers.store.check([ENDED])
         launchers.pass_time(0.5)
     assert launchers.store.get(ENDED).decode() == expected
+
+
+def test_no_membership_follows_one_that_ended_with_a_failure(launchers: Launchers) -> None:
+    """A machine that was lost from it in vain fails later, and ends nothing."""
+    for name in "abc":
+        launchers.come(name=name)
+    launchers.pass_time(1)
+    first = launchers.membership
+    end = News(ProcessFailed("rank 2 failed", 2, 1), goes_on=False).to_json()
+    launchers.store.compare_set(f"1/{FAILED}", "", end)
+    launchers.alive.remove(2)
+    for number, name in ((0, "a"), (1, "b")):
+        launchers.wait(number, first, name=name)
+    launchers.pass_time(4)
+    assert launchers.membership == first
+
+
+@pytest.mark.parametrize("is_hurried", [True, False])
+def test_machines_have_time_to_hear_of_the_end(
+    is_hurried: bool, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a signal by which the machine with the store leaves, which hurries it."""
+    monkeypatch.setattr(keeper, "_HEARD_SECONDS", 0.3)
+    monkeypatch.setattr(keeper, "_PARTING_SECONDS", 1.0)
+    launchers.come(name="a")
+    begin = time.monotonic()
+    launchers.keeper.stop(lambda: is_hurried, End.LEFT)
+    seconds = time.monotonic() - begin
+    assert launchers.store.get(ENDED).decode() == End.LEFT
+    assert 0.3 < seconds < 0.8 if is_hurried else seconds >= 1.0
 
 
 def test_a_keeper_gives_up_or_hands_over(launchers: Launchers) -> None:

@@ -22,7 +22,7 @@ from trainer_kit.launch.link import STILL_TRAINING, IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.other_stores import OtherStores
-from trainer_kit.launch.published import BEGUN, End, Facts, Here, Published
+from trainer_kit.launch.published import BEGUN, ENDED, End, Facts, Here, Published
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.served_store import ServedStore
 from trainer_kit.launch.store import answers, own_candidate, serve_free_port
@@ -399,7 +399,8 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RuntimeError("the store does not answer")
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
                 raise RuntimeError("another store has a newer membership")
-        link.check_end(self._past)
+        if looks_elsewhere or link.store.check([ENDED]):
+            link.check_end(self._past)
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the run.

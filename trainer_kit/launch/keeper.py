@@ -249,7 +249,7 @@ class Keeper:
         self._numbers = {own.id: number for number, own in facts.items()}
         newest_facts = [own for number, own in facts.items() if self._numbers[own.id] == number]
         self._left = {own.id: own.end for own in newest_facts if own.end is not None}
-        self._alive = []
+        alive = []
         for number, beat in zip(numbers, raw[len(numbers) :], strict=True):
             own = facts[number]
             self._hosts[own.id] = own.host
@@ -260,13 +260,13 @@ class Keeper:
             if own.end is None and not is_silent and self._numbers[own.id] == number:
                 is_new = number not in self._published
                 rest = own.past, own.has_claimed, own.is_candidate, own.readiness, own.stays
-                self._alive.append(Machine(number, own.id, own.host, *rest, is_new))
+                alive.append(Machine(number, own.id, own.host, *rest, is_new))
         while self._ended:
             number = self._ended.popleft()
             self._gone.add(number)
             if number in self._beats:  # the last one may have come since they were read
                 self._beats[number] = (self._store.get(beat_key(number)), self._beats[number][1])
-        self._alive = [machine for machine in self._alive if machine.number not in self._gone]
+        self._alive = [machine for machine in alive if machine.number not in self._gone]
         self._counted = counted(self._last, self._alive, self._least, self._is_only_store)
 
     def _publish(self, formed: Formed) -> None:
