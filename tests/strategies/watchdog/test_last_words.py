@@ -21,5 +21,7 @@ def test_the_sentence_goes_to_the_error_stream_and_to_the_launcher(tmp_path: Pat
         leave_with("rank 2 has not answered for 12 s")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert errors.read_text() == "rank 2 has not answered for 12 s\n"
-    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert message == "LostProcessError: rank 2 has not answered for 12 s"
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "LostProcessError: rank 2 has not answered for 12 s"
+    extra = message["extraInfo"]
+    assert int(extra["timestamp"]) == int(extra["time"]) < extra["time"], "what failed first in a second comes first"

@@ -38,6 +38,7 @@ def _tell_launcher(sentence: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = f"{LostProcessError.__name__}: {sentence}"
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        now = time.time()
+        extra = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
