@@ -338,11 +338,17 @@ def test_the_side_that_waited_joins_when_the_network_is_mended(four: Elastic) ->
     assert any("joined: 4 of 4 machines continue" in err for err in errs), errs  # at the same time, or one by one
 
 
-@pytest.mark.parametrize("told", [(0,), (0, 1, 2), (2, 1, 0)], ids=str)
-def test_the_run_leaves_when_told(elastic: Elastic, told: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("told", "pauses"),
+    [((0,), (0,)), ((0, 1, 2), (0, 0, 0)), ((2, 1, 0), (0, 0, 0)), ((1, 0, 2), (0.05, 0.8, 0))],
+    ids=str,
+)
+def test_the_run_leaves_when_told(elastic: Elastic, told: tuple[int, ...], pauses: tuple[float, ...]) -> None:
+    """Also the last machine, which waits for a place while the others leave, or saves since one of them does."""
     commands = elastic.start_all()
-    for number in told:
+    for number, pause in zip(told, pauses, strict=True):
         commands[number].process.send_signal(signal.SIGTERM)
+        time.sleep(pause)
     ended = finish(*commands)
     assert [each.code for each in ended] == [143] * 3, [each.err for each in ended]
     assert (elastic.run / ".lock").exists() is False
