@@ -20,15 +20,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
-import itertools
 import multiprocessing
 import os
 import pickle
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -43,13 +44,8 @@ import pytest
 
 from kit.forked import fork_server
 
-_FIRST_PORT, _PORTS_OF_A_WORKER = 12_000, 1000
-_WORKER = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0"))) % 20
-_ports = itertools.cycle(
-    _FIRST_PORT + _WORKER * _PORTS_OF_A_WORKER + (os.getpid() + step) % _PORTS_OF_A_WORKER
-    for step in range(_PORTS_OF_A_WORKER)
-)
-"""Another process of the worker begins at another one, by its ID."""
+_FIRST_PORT, _PORTS = 12_000, 20_000
+"""Those below the ports that systems give to connections."""
 
 _pool: list[_Rank] = []
 """The processes, by rank; a call on more of them starts those that are missing."""
@@ -106,15 +102,22 @@ def try_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
 
 
 def free_port() -> int:
-    """A port that nobody listens at, nor will before it is used.
+    """A port that nobody listens at, and that no other process of tests gets for a long time.
 
-    It lies below the ports that the system gives to connections, in a range of this worker of pytest-xdist.
+    All of them share a counter, since a port that is chosen at random may be taken before it is used.
     """
-    for port in itertools.islice(_ports, _PORTS_OF_A_WORKER):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise AssertionError("the ports of this worker are in use")
+    with open(os.path.join(tempfile.gettempdir(), f"trainer_kit_test_port_{os.getuid()}"), "a+") as counter:
+        fcntl.flock(counter, fcntl.LOCK_EX)
+        counter.seek(0)
+        last = int(counter.read() or os.getpid())
+        for number in range(last + 1, last + _PORTS):
+            port = _FIRST_PORT + number % _PORTS
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                counter.truncate(0)
+                counter.write(str(number % _PORTS))
+                return port
+    raise AssertionError("all ports of tests are in use")
 
 
 class _Rank:
