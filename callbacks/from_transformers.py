@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.callback import Callback
 from trainer_kit.config.event_schedule import steps_between
 from trainer_kit.utils.pytree import unflatten_state
-from trainer_kit.utils.wrappers import without_wrappers
+from trainer_kit.utils.wrappers import without_wrappers_and_adapters
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -220,7 +220,5 @@ def _flops_per_token(model: Any) -> int:
     """Return the operations of a training step for a token, as transformers estimates them for its models; else 0."""
     from transformers import PreTrainedModel
 
-    base: Any = without_wrappers(model)
-    if hasattr(base, "get_base_model"):  # of peft
-        base = base.get_base_model()
+    base: Any = without_wrappers_and_adapters(model)
     return 6 * base.num_parameters(exclude_embeddings=True) if isinstance(base, PreTrainedModel) else 0

@@ -39,10 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield started
     for context in contexts:
         context.close()
-        for handler in context.subprocess_handlers.values():
-            for file in (handler._stdout, handler._stderr):
-                if file is not None:
-                    file.close()
+        RankProcesses(context).close_output()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

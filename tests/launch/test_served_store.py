@@ -48,30 +48,32 @@ def test_its_machines_meet(config: LaunchConfig, served: ServedStore) -> None:
     served.abandon()
 
 
-def test_it_can_end_without_the_end_of_the_run(config: LaunchConfig, served: ServedStore) -> None:
+@pytest.fixture
+def pair(config: LaunchConfig, served: ServedStore) -> Iterator[tuple[Link, Link]]:
+    """The machine with the store and another one, which train together."""
     own, other = served.link(), Link("127.0.0.1", config.port, config.run_id, 0.05)
     for name, link in (("own", own), ("other", other)):
         link.announce(Facts(name, "host"))
     members(own)
-    other.announce(Facts("other", "host", (other.published().membership,)))
-    served.hand_over("own", lambda: False, End.LEFT)
-    assert not own.store.check([ENDED]), "the other one waits for the next membership"
+    yield own, other
     for link in (own, other):
         link.stop()
 
 
-def test_the_run_ends_where_all_leave(config: LaunchConfig, served: ServedStore) -> None:
+def test_it_can_end_without_the_end_of_the_run(pair: tuple[Link, Link], served: ServedStore) -> None:
+    own, other = pair
+    other.announce(Facts("other", "host", (other.published().membership,)))
+    served.hand_over("own", lambda: False, End.LEFT)
+    assert not own.store.check([ENDED]), "the other one waits for the next membership"
+
+
+def test_the_run_ends_where_all_leave(pair: tuple[Link, Link], served: ServedStore) -> None:
     """A machine that waits for a place has to hear of it."""
-    own, other = served.link(), Link("127.0.0.1", config.port, config.run_id, 0.05)
-    for name, link in (("own", own), ("other", other)):
-        link.announce(Facts(name, "host"))
-    members(own)
+    own, other = pair
     for name, link in (("own", own), ("other", other)):
         link.announce(Facts(name, "host", end=End.LEFT))
     served.hand_over("own", lambda: False, End.LEFT)
     assert own.store.get(ENDED).decode() == End.LEFT
-    for link in (own, other):
-        link.stop()
 
 
 def test_its_end_is_announced(config: LaunchConfig, served: ServedStore) -> None:
