@@ -23,8 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainer_kit.accelerator import Accelerator, PreparedLoader, set_seed, skip_first_batches
-from trainer_kit.accelerator.reader import Reader
+from trainer_kit.accelerator import Accelerator, PreparedLoader, reader, set_seed, skip_first_batches
 from trainer_kit.data.sampling import mix, permutation
 
 
@@ -201,7 +200,7 @@ def test_seeding_where_something_draws_alone_changes_no_number(name: str, monkey
     passes = []
     for loader, seeds_always in zip(loaders, (False, True), strict=True):
         if seeds_always:
-            monkeypatch.setattr(Reader, "_read_without_draws", lambda self, job, states: None)
+            monkeypatch.setattr(reader, "without_draws", lambda read, seed: None)
         set_seed(3)
         passes.append([seen_by(loader) for _ in range(2)])
     assert passes[0] == passes[1]

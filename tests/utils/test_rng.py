@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils import rng
-from trainer_kit.utils.rng import KeptGenerators, generators_kept, seed_generators, torch_memory
+from trainer_kit.utils.rng import (
+    KeptGenerators,
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+    without_draws,
+)
 
 USES: dict[str, Callable[[], object]] = {
     "normal": np.random.standard_normal,  # every second one comes without a draw
@@ -26,6 +33,13 @@ USES: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(3),
     "seed": lambda: seed_generators(7),
 }
+
+
+def forget_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let the generators' states be converted, as where they cannot be found in memory."""
+    patch.setattr(rng._PYTHON, "_memory", None)
+    patch.setattr(rng._NUMPY, "_normal", None)
+    patch.setattr(rng._TORCH, "_memory", None)
 
 
 def draws() -> tuple[float, float, float]:
@@ -45,7 +59,7 @@ def test_pythons_generator_is_seeded_as_numpys_with_a_seed_of_its_own(
     seed_generators(seed)
     state = random.getstate()
     assert [random.random(), random.random()] != [np.random.rand(), np.random.rand()]
-    monkeypatch.setattr(rng, "_ADDRESS", None)
+    forget_memory(monkeypatch)
     assert python() == as_memory
     seed_generators(seed)
     assert random.getstate() == state
@@ -81,36 +95,100 @@ def test_generators_are_kept(
 
     with pytest.MonkeyPatch.context() as patch:
         if not by_memory:
-            patch.setattr(rng, "_ADDRESS", None)
+            forget_memory(patch)
         assert use(True) == use(False)
 
 
-def test_pythons_generator_is_known_as_memory_on_cpython() -> None:
-    assert (rng._ADDRESS is not None) == (sys.implementation.name == "cpython")
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="other Pythons keep the states elsewhere")
+def test_the_generators_are_found_in_memory() -> None:
+    assert rng._PYTHON._memory is not None
+    assert rng._NUMPY._normal is not None
+    assert rng._TORCH._memory is not None
 
 
+def test_finding_the_generators_leaves_them_as_they_are() -> None:
+    seed_generators(3)
+    random.gauss(0, 1), np.random.standard_normal(), torch.randn(1)  # each keeps a second number
+    before = generator_states()
+    rng._Python(), rng._Numpy(), rng._Torch()
+    after = generator_states()
+    assert after["python"] == before["python"]
+    assert repr(after["numpy"]) == repr(before["numpy"])
+    assert np.array_equal(after["numpy"][1], before["numpy"][1])
+    assert torch.equal(after["torch"], before["torch"])
+
+
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("by_memory", [True, False])
-@pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("name", [None, *USES])
-def test_a_change_is_seen(name: str | None, spare: bool, by_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A normal number that numpy keeps is drawn without a change: then the caller knows that it cannot tell."""
+def test_a_change_is_seen(name: str | None, by_memory: bool, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the number drawn is the second of a pair, which the generator kept."""
     if not by_memory:
-        monkeypatch.setattr(rng, "_ADDRESS", None)
-    seed_generators(1)
-    np.random.standard_normal(int(spare))
-    states, torch_before = KeptGenerators(), torch_memory()
-    assert states.has_unused_normal == spare
+        forget_memory(monkeypatch)
+
+    def prepare() -> None:
+        seed_generators(1)
+        if kept:
+            np.random.standard_normal(), random.gauss(0, 1), torch.randn(1)
+
+    prepare()
+    states = KeptGenerators()
     if name is not None:
         USES[name]()
-    seen = states.have_changed() or torch_memory() != torch_before
-    assert seen == (name is not None or spare)
+    assert states.have_changed() == (name is not None)
     states.restore()
-    assert torch_memory() == torch_before
-    seed_generators(1)
-    np.random.standard_normal(int(spare))
-    expected = [*draws(), random.gauss(0, 1), *np.random.standard_normal(2)]
+    assert not states.have_changed()
+    prepare()
+    expected = [*draws(), random.gauss(0, 1), *np.random.standard_normal(2), *torch.randn(3).tolist()]
     states.restore()
-    assert [*draws(), random.gauss(0, 1), *np.random.standard_normal(2)] == expected
+    assert [*draws(), random.gauss(0, 1), *np.random.standard_normal(2), *torch.randn(3).tolist()] == expected
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 311, 312, 313, 623, 624, 625, 1248])
+def test_any_number_of_draws_shows(count: int, kept: bool) -> None:
+    """After 624 words the generators are at the same place of the next ones."""
+    uses: list[Callable[[], object]] = [
+        lambda: [random.getrandbits(32) for _ in range(count)],
+        lambda: [random.random() for _ in range(count)],
+        lambda: np.random.bytes(4 * count),
+        lambda: np.random.rand(count),
+        lambda: torch.empty(count, dtype=torch.int32).random_(),
+        lambda: torch.rand(count, dtype=torch.float64),
+        lambda: torch.randn(count),
+        lambda: [torch.randn(()) for _ in range(count)],
+    ]
+    for use in uses:
+        seed_generators(count)
+        if kept:
+            np.random.standard_normal(), random.gauss(0, 1), torch.randn(1)
+        states = KeptGenerators()
+        use()
+        assert states.have_changed()
+
+
+def test_reading_without_draws() -> None:
+    assert without_draws(torch.initial_seed, 5) == (5,)
+    for use in USES.values():
+        assert without_draws(use, 5) is None
+
+    def fail_by_chance() -> None:
+        raise KeyError(random.random())
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    assert without_draws(fail_by_chance, 5) is None
+    with pytest.raises(KeyError, match="x"):
+        without_draws(fail, 5)
+
+
+def test_states_are_restored() -> None:
+    seed_generators(4)
+    states = generator_states()
+    expected = draws()
+    set_generator_states(states)
+    assert draws() == expected
 
 
 def test_a_context_begins_with_the_state_outside() -> None:

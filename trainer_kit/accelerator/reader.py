@@ -13,7 +13,7 @@ from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
-from trainer_kit.utils.rng import KeptGenerators, seed_generators, torch_memory
+from trainer_kit.utils.rng import generators_kept, seed_generators, without_draws
 
 
 class BatchRequest(NamedTuple):
@@ -65,13 +65,8 @@ class Reader(Dataset[Any]):
 
     def read_apart(self, job: BatchRequest, device: torch.device) -> tuple[int, int, bool, Any]:
         """Read a request, and leave the generators of the host and of `device` as they are."""
-        states = KeptGenerators(device)
-        try:
-            if job.epoch == self.epoch:
-                return self._read(job, states)
-            return self[job]
-        finally:
-            states.restore()
+        with generators_kept(device):
+            return self._read(job) if job.epoch == self.epoch else self[job]
 
     def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if job.epoch == self.epoch:
@@ -84,29 +79,15 @@ class Reader(Dataset[Any]):
             dealt = self._read(job)
         return dealt
 
-    def _read(self, job: BatchRequest, states: KeptGenerators | None = None) -> tuple[int, int, bool, Any]:
+    def _read(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if not (self.draws or self._own_generators):
-            states = KeptGenerators() if states is None else states
-            if not states.has_unused_normal and (dealt := self._read_without_draws(job, states)) is not None:
-                return dealt
+            read = without_draws(lambda: self._collated(job), job.seed)
+            if read is not None:
+                return read[0]
+            self.draws = True
         seed_generators(job.seed)
         self._own_generators.seed(job.seed)
         return self._collated(job)
-
-    def _read_without_draws(self, job: BatchRequest, states: KeptGenerators) -> tuple[int, int, bool, Any] | None:
-        """Return the batch; None if reading it changed a generator, and should be repeated with all of them seeded."""
-        torch.default_generator.manual_seed(job.seed)
-        seeded, error, dealt = torch_memory(), None, None
-        try:
-            dealt = self._collated(job)
-        except Exception as raised:
-            error = raised
-        if states.have_changed() or torch_memory() != seeded:
-            self.draws = True
-            return None
-        if error is not None:
-            raise error
-        return dealt
 
     def _collated(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if self.in_batches:

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import PythonState, seed_generators
+from trainer_kit.utils.rng import seed_generators, without_draws
 
 _SAMPLE, _COLLATE = 1, 2
 """Keep the seeds of samples and of collation apart, and apart from those of the steps (`Strategy.seed`)."""
-
-_PROBES = 16
-"""Number of seeds with which a batch is first read; few, so that the generators' states can be cached."""
-
-_WORD = torch.empty((), dtype=torch.int64, device="cpu")
-"""Takes the numbers that are drawn from torch's generator."""
-
-
-class _Probe(NamedTuple):
-    """The generators as a seed leaves them: two states, which are quicker to restore than to seed, and first draws."""
-
-    python_state: PythonState
-    torch_state: torch.Tensor
-    draws: tuple[float, float, int]
 
 
 class Fetcher(Dataset[Any]):
@@ -40,9 +22,9 @@ class Fetcher(Dataset[Any]):
 
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
     the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
-    batch is first read with one seed. If the dataset draws random numbers, the batch is read again with a seed per
-    sample, and so are all later batches. Generators that the dataset or the collator keep for themselves are seeded
-    with the global ones.
+    batch is first read with one seed of torch's generator. If that changes a generator, the batch is read again with a
+    seed per sample, and so are all later batches. Generators that the dataset or the collator keep for themselves are
+    seeded with the global ones.
 
     Args:
         dataset: A map-style dataset.
@@ -72,10 +54,9 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, slot: BatchIndices) -> Any:
         if not (self.draws or self._own_generators):
-            before = _reset(slot.indices[0])
-            batch = self.collate(self._samples(slot.indices))
-            if _draws() == before:
-                return batch
+            read = without_draws(lambda: self.collate(self._samples(slot.indices)), slot.indices[0])
+            if read is not None:
+                return read[0]
             self.draws = True
         samples, repeats = [], slot.repeats or [0] * len(slot.indices)
         for index, repeat in zip(slot.indices, repeats, strict=True):
@@ -115,24 +96,3 @@ def set_epoch(dataset: Any, epoch: int) -> None:
     """Call the dataset's `set_epoch`, if it has one; do nothing for an evaluation (epoch -1)."""
     if epoch >= 0 and hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
-
-
-@functools.cache
-def _probe(seed: int) -> _Probe:
-    seed_generators(seed)
-    return _Probe(PythonState(), torch.default_generator.get_state(), _draws())
-
-
-def _draws() -> tuple[float, float, int]:
-    """Draw from each generator: far cheaper than comparing whole states, and as telling."""
-    return random.random(), np.random.random_sample(), int(_WORD.random_())
-
-
-def _reset(seed: int) -> tuple[float, float, int]:
-    """Leave the generators as `seed_generators` does; return their next draws."""
-    seed %= _PROBES
-    probe = _probe(seed)
-    probe.python_state.restore()
-    np.random.seed(seed)
-    torch.default_generator.set_state(probe.torch_state)
-    return probe.draws

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import pickle
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 _WORDS = 624
-_MT19937_BYTES = 4 * (_WORDS + 1)
-"""Memory of the state of numpy's or Python's MT19937: its words and an index, which is last for numpy."""
+_WORDS_BYTES = 4 * _WORDS
+"""Memory of the words of a Mersenne Twister (MT19937), which all three generators are."""
 
 
 def seed_generators(value: int) -> None:
@@ -30,12 +32,7 @@ def seed_generators(value: int) -> None:
     torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     _SEEDER.seed(((value + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
-    if _ADDRESS is None:
-        random.setstate((3, (*_SEEDED.state["state"]["key"].tolist(), _WORDS), None))
-        return
-    ctypes.memmove(_ADDRESS + 4, _SEEDED_ADDRESS, 4 * _WORDS)
-    ctypes.c_int.from_address(_ADDRESS).value = _WORDS  # all of them are to come
-    _PYTHON.gauss_next = None
+    _PYTHON.take_words(_SEEDED)
 
 
 def generator_states() -> dict[str, Any]:
@@ -61,113 +58,221 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 class KeptGenerators:
-    """States of the generators of the host, copied as memory where possible.
+    """States of the generators of the host, copied as memory where possible: about 1 µs, and as much to compare.
 
     Args:
         device: A CUDA device whose generator is kept too; another device, or None, is ignored.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._python, self._numpy, self._torch = PythonState(), _NumpyState(), torch.default_generator.get_state()
+        self._states = _PYTHON.state(), _NUMPY.state(), _TORCH.state()
         self._device = device if device is not None and device.type == "cuda" else None
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
-    @property
-    def has_unused_normal(self) -> bool:
-        """Whether numpy keeps the second number of a pair, which can be drawn without changing the memory."""
-        return self._numpy.state is not None
-
     def have_changed(self) -> bool:
-        """Return whether Python's or numpy's generator has changed; a number that is kept apart does not show."""
-        return self._python.has_changed() or self._numpy.has_changed()
+        """Return whether a generator of the host has drawn or was seeded since, or since `restore`."""
+        python, numpy, of_torch = self._states
+        return _PYTHON.state() != python or _NUMPY.state() != numpy or _TORCH.has_left(of_torch)
 
     def restore(self) -> None:
         """Restore the states."""
-        self._python.restore()
-        if self._numpy.state is not None or self._numpy.has_changed():
-            self._numpy.restore()
-        torch.default_generator.set_state(self._torch)
+        python, numpy, of_torch = self._states
+        _PYTHON.restore(python)
+        _NUMPY.restore(numpy)
+        _TORCH.restore(of_torch)
         if self._device is not None and self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
-def torch_memory() -> bytes:
-    """Return the state of torch's generator, to compare."""
-    state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.numel())
+def without_draws(read: Callable[[], T], seed: int) -> tuple[T] | None:
+    """Read something with torch's generator seeded alone, which is cheap, in the hope that it draws no random numbers.
+
+    Args:
+        read: Returns what is read.
+        seed: What `torch.initial_seed()` returns then.
+
+    Returns:
+        A tuple with what was read; None if it has to be read again, with all generators seeded, since one has changed.
+    """
+    torch.default_generator.manual_seed(seed)
+    states = KeptGenerators()
+    try:
+        result = read()
+    except Exception:
+        if states.have_changed():
+            return None
+        raise
+    return None if states.have_changed() else (result,)
 
 
-class PythonState:
-    """State of Python's global generator; `random.getstate` converts it number by number."""
+class _Memory:
+    """A part of this process's memory. The caller keeps its owner alive."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        self.read = self.view.tobytes
+
+    def write(self, content: bytes) -> None:
+        self.view[:] = content
+
+
+class _Python:
+    """The global generator of `random`; `random.getstate` converts its words one by one."""
 
     def __init__(self) -> None:
-        self._gauss = _PYTHON.gauss_next
-        self._state: Any = random.getstate() if _ADDRESS is None else ctypes.string_at(_ADDRESS, _MT19937_BYTES)
+        self._random: Any = random._inst
+        self._memory = _python_memory()
+        if self._memory is not None:
+            self._index, self._words = self._memory.view[:4].cast("i"), self._memory.view[4:]
 
-    def has_changed(self) -> bool:
-        now = random.getstate() if _ADDRESS is None else ctypes.string_at(_ADDRESS, _MT19937_BYTES)
-        return bool(now != self._state) or _PYTHON.gauss_next != self._gauss
+    def state(self) -> Any:
+        if self._memory is None:
+            return random.getstate()
+        return self._memory.read(), self._random.gauss_next
 
-    def restore(self) -> None:
-        if _ADDRESS is None:
-            random.setstate(self._state)
+    def restore(self, state: Any) -> None:
+        if self._memory is None:
+            random.setstate(state)
         else:
-            ctypes.memmove(_ADDRESS, self._state, _MT19937_BYTES)
-            _PYTHON.gauss_next = self._gauss
+            self._memory.write(state[0])
+            self._random.gauss_next = state[1]
+
+    def take_words(self, generator: np.random.MT19937) -> None:
+        """Take the state of a generator of numpy that has just been seeded."""
+        if self._memory is None:
+            random.setstate((3, (*generator.state["state"]["key"].tolist(), _WORDS), None))
+            return
+        self._words[:] = _SEEDED_WORDS.view
+        self._index[0] = _WORDS  # all of them are to come
+        self._random.gauss_next = None
 
 
-class _NumpyState:
-    """State of numpy's global generator, copied as memory.
+class _Numpy:
+    """The global generator of numpy; `np.random.get_state` and `set_state` convert its words one by one.
 
-    `np.random.get_state` and `set_state` convert it number by number, which takes longer than to read a small batch.
+    Normal numbers are drawn in pairs, and the second is kept outside of the words.
     """
 
     def __init__(self) -> None:
         self._generator = _bit_generator()
-        self.state: dict[str, Any] | None = None  # if the memory is not the whole state
-        if type(self._generator) is not np.random.MT19937:
-            self.state = np.random.get_state(legacy=False)
+        self._words, self._normal = _numpy_memory(self._generator)
+
+    def state(self) -> Any:
+        generator = _bit_generator()
+        if self._normal is None or self._words is None or generator is not self._generator:
+            return generator, pickle.dumps(np.random.get_state(legacy=False))
+        return generator, self._words.read(), self._normal.read()
+
+    def restore(self, state: Any) -> None:
+        if _bit_generator() is not state[0]:
+            np.random.set_bit_generator(state[0])  # type: ignore[attr-defined]
+        if len(state) == 2:
+            np.random.set_state(pickle.loads(state[1]))
             return
-        self._address = self._generator.ctypes.state_address
-        self._memory = ctypes.string_at(self._address, _MT19937_BYTES)
-        # Normal numbers are drawn in pairs. The second is kept outside of that memory, and comes without a draw.
-        number = np.random.standard_normal()
-        if ctypes.string_at(self._address, _MT19937_BYTES) == self._memory:
-            self.state = np.random.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
-        self.restore()
+        assert self._words is not None
+        assert self._normal is not None
+        self._words.write(state[1])
+        self._normal.write(state[2])
 
-    def has_changed(self) -> bool:
-        same = self.state is None and _bit_generator() is self._generator
-        return not same or ctypes.string_at(self._address, _MT19937_BYTES) != self._memory
 
-    def restore(self) -> None:
-        if _bit_generator() is not self._generator:
-            np.random.set_bit_generator(self._generator)  # type: ignore[attr-defined]
-        if self.state is not None:
-            np.random.set_state(self.state)
+class _Torch:
+    """The global generator of torch for the host."""
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator
+        self._memory = _torch_memory(self._generator)
+
+    def state(self) -> bytes:
+        if self._memory is not None:
+            return self._memory.read()
+        state = self._generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+    def has_left(self, state: bytes) -> bool:
+        """Return whether the state is another one now."""
+        now = self.state()
+        # After a state was set again, only what does not matter may differ.
+        return now != state and (self._memory is None or _used_fields(now) != _used_fields(state))
+
+    def restore(self, state: bytes) -> None:
+        if self._memory is not None:
+            self._memory.write(state)
         else:
-            np.random.seed(0)  # drops a number that is kept
-            ctypes.memmove(self._address, self._memory, _MT19937_BYTES)
+            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _bit_generator() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
 
 
-def _python_address() -> int | None:
-    """Return the address of the state of Python's generator; None where it is not in its object as in CPython."""
+def _python_memory() -> _Memory | None:
+    """Return the index and the words of Python's generator; None where they are not in its object as in CPython."""
     if sys.implementation.name != "cpython":
         return None
-    address = id(_PYTHON) + object.__basicsize__
+    size = 4 + _WORDS_BYTES
     version, (*words, index), _ = random.getstate()
-    expected = struct.pack("i624I", index, *words)
-    is_inside = random.Random.__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
-    is_known = version == 3 and is_inside and ctypes.string_at(address, _MT19937_BYTES) == expected
-    return address if is_known else None
+    if version != 3 or random.Random.__basicsize__ < object.__basicsize__ + size:
+        return None
+    memory = _Memory(id(random._inst) + object.__basicsize__, size)
+    return memory if memory.read() == struct.pack(f"i{_WORDS}I", index, *words) else None
 
 
-_PYTHON: Any = random._inst
-_ADDRESS = _python_address()
+def _numpy_memory(generator: Any) -> tuple[_Memory | None, _Memory | None]:
+    """Return the words and index of numpy's generator, and the normal number that it keeps; None if not found."""
+    if type(generator) is not np.random.MT19937 or sys.implementation.name != "cpython":
+        return None, None
+    owner = np.random.mtrand._rand
+    fields = _Memory(id(owner) + object.__basicsize__, type(owner).__basicsize__ - object.__basicsize__)
+    state, kept = np.random.get_state(legacy=False), struct.pack("iid", 1, 0, 0.123456789)
+    np.random.set_state(state | {"has_gauss": 1, "gauss": 0.123456789})
+    # The number follows a flag: the bytes between them may be anything.
+    place = fields.read().find(kept[8:]) - 8
+    found = place >= 0 and fields.read()[place : place + 4] == kept[:4]
+    np.random.set_state(state)
+    words = _Memory(generator.ctypes.state_address, _WORDS_BYTES + 4)
+    return words, _Memory(id(owner) + object.__basicsize__ + place, 16) if found else None
+
+
+def _torch_memory(generator: Any) -> _Memory | None:
+    """Return the engine of torch's generator and the normal numbers that it keeps; None if they are not found."""
+    state = generator.get_state()
+    words = state[24 : 24 + 8 * _WORDS].view(torch.int64).to(torch.uint32).numpy().tobytes()
+    seed = struct.pack("Q", generator.initial_seed())
+    for place in range(generator._cdata, generator._cdata + 512, 4):
+        if ctypes.string_at(place, len(seed)) != seed:
+            continue
+        memory = _Memory(place, _TORCH_FIELDS.size)
+        is_found = _TORCH_FIELDS.unpack(memory.read())[2] == words and _shows_each_use(memory, generator)
+        generator.set_state(state)
+        return memory if is_found else None
+    return None
+
+
+def _shows_each_use(memory: _Memory, generator: torch.Generator) -> bool:
+    """Return whether each draw changes the memory, and writing it back restores the generator."""
+    before, state = memory.read(), generator.get_state()
+    seen = [before]
+    for dtype in (torch.float32, torch.float64):
+        for draw in (torch.rand, torch.randn, torch.randn):  # the second normal number of a pair is kept
+            draw(1, dtype=dtype, generator=generator, device="cpu")
+            seen.append(memory.read())
+    memory.write(before)
+    return len(set(map(_used_fields, seen))) == len(seen) and torch.equal(generator.get_state(), state)
+
+
+_TORCH_FIELDS = struct.Struct(f"=13s3x4s{_WORDS_BYTES}s4x4s?3x8s?7x")
+"""Fields of the C++ object: seed, draws left and a flag; next word; words; two normal numbers, with flags."""
+
+
+def _used_fields(memory: bytes) -> tuple[Any, ...]:
+    """Return the fields in the memory of torch's generator, without normal numbers that were drawn."""
+    start, following, words, single, has_single, double, has_double = _TORCH_FIELDS.unpack(memory)
+    return start, following, words, has_single and single, has_double and double
+
+
 _SEEDED = np.random.MT19937()
 _SEEDER = np.random.RandomState(_SEEDED)
-_SEEDED_ADDRESS = _SEEDED.ctypes.state_address
+_SEEDED_WORDS = _Memory(_SEEDED.ctypes.state_address, _WORDS_BYTES)
+_PYTHON = _Python()
+_NUMPY = _Numpy()
+_TORCH = _Torch()
