@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -8,9 +10,16 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from transformers import BatchEncoding, DataCollatorWithPadding, Wav2Vec2FeatureExtractor
 
-from trainer_kit.data.collate import PadCollator, default_collator, stack, warn_of_ready_batches
+from trainer_kit.data.collate import (
+    PadCollator,
+    default_collate_in_process,
+    default_collator,
+    stack,
+    warn_of_ready_batches,
+)
 
 
 def tokenizer(**changes: Any) -> Any:
@@ -266,3 +275,57 @@ def test_feature_extractors_pad_as_in_transformers(kind: Any) -> None:
     assert same(dict(batch), dict(theirs))
     with pytest.raises(ValueError, match="needs a tokenizer to pad with"):
         default_collator(extractor, pad_to_lengths=[8])
+
+
+def _samples(kind: str, count: int = 3) -> list[Any]:
+    x = [torch.arange(4.0) + number for number in range(count)]
+    y = [torch.tensor(number) for number in range(count)]
+    made: dict[str, Callable[[int], Any]] = {
+        "tuple": lambda n: (x[n], y[n]),
+        "list": lambda n: [x[n], y[n]],
+        "dict": lambda n: {"x": x[n], "y": y[n]},
+        "named": lambda n: Pair(x[n], y[n]),
+        "ordered": lambda n: OrderedDict(x=x[n], y=y[n]),
+        "other order": lambda n: dict(reversed([("x", x[n]), ("y", y[n])]) if n else [("x", x[n]), ("y", y[n])]),
+        "tensor": lambda n: x[n],
+        "numbers": lambda n: (x[n], n),
+        "arrays": lambda n: {"x": x[n].numpy(), "y": n * 0.5},
+        "texts": lambda n: (str(n), x[n]),
+        "nested": lambda n: (x[n], {"y": y[n]}),
+        "empty": lambda n: (),
+        "parameter": lambda n: (torch.nn.Parameter(x[n]), y[n]),
+        "sparse": lambda n: (x[n].to_sparse(), y[n]),
+        "several dtypes": lambda n: (x[n].double() if n else x[n], y[n]),
+        "ragged": lambda n: (x[n][: n + 1], y[n]),
+        "longer": lambda n: (x[n], y[n], *[y[n]] * n),
+        "shorter": lambda n: (x[n], y[n])[: 2 - n],
+        "more columns": lambda n: {"x": x[n], "y": y[n], **({"z": y[n]} if n else {})},
+        "fewer columns": lambda n: {"x": x[n], **({} if n else {"y": y[n]})},
+        "none": lambda n: (x[n], None if n else y[n]),
+    }
+    return [made[kind](number) for number in range(count)]
+
+
+KINDS = [
+    *("tuple", "list", "dict", "named", "ordered", "other order", "tensor", "numbers", "arrays", "texts", "nested"),
+    *("empty", "parameter", "sparse", "several dtypes", "ragged", "longer", "shorter"),
+    *("more columns", "fewer columns", "none"),
+]
+
+
+def _outcome(collate: Callable[[list[Any]], Any], samples: list[Any]) -> str:
+    try:
+        return repr(collate(samples))
+    except Exception as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_quick_default_collate_is_torchs(kind: str) -> None:
+    samples = _samples(kind)
+    assert _outcome(default_collate_in_process, samples) == _outcome(default_collate, samples)
+
+
+def test_the_quick_default_collate_keeps_to_a_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: "mine")
+    assert default_collate_in_process(_samples("tuple")) == ["mine", "mine"]

@@ -9,12 +9,13 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from trainer_kit.accelerator.concat import joined, row_count, spread
 from trainer_kit.accelerator.reader import BatchRequest, CountingCollator, Dealt, Reader, WorkerReader
 from trainer_kit.accelerator.unavailable import member
 from trainer_kit.accelerator.wrappers import AccumulationState
+from trainer_kit.data.collate import default_collate_in_process
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.sampling import mix
 from trainer_kit.strategies.base import Strategy
@@ -253,7 +254,18 @@ class PreparedLoader(DataLoader[Any]):
             for each in self._strategy.prepare_loader(dealt) if self._placement else dealt:
                 self._position += 1
                 self.gave_last, self.rows, self.real = each.last, each.rows, each.real
-                yield from self._given(each)
+                # No reference to the batch is kept, so that its memory is freed with the user's.
+                batch, each.batch = [each.batch], None
+                if self._placement:
+                    batch = [self._strategy.to_device(batch.pop())]
+                shape, trained = self._strategy.shapes.latest, self._flow.trained
+                try:
+                    yield batch.pop()
+                finally:
+                    # A batch without training before the next request counts as an evaluation batch. Whether
+                    # gradients are enabled proves nothing: `torch.no_grad()` is often entered inside the loop.
+                    if self._placement and shape is not None and self._flow.trained == trained:
+                        self._strategy.shapes.mark_evaluation(shape)
                 self._flow.dispatch()
             self.epoch, self._position = epoch + 1, 0
         finally:
@@ -275,24 +287,6 @@ class PreparedLoader(DataLoader[Any]):
             return stand.epoch + 1, skip or 0
         return stand.epoch, stand.position if skip is None else skip
 
-    def _given(self, dealt: Dealt) -> Iterator[Any]:
-        """Yield the batch on the device, without keeping a reference, so that its memory is freed with the user's.
-
-        A batch without training before the next request counts as an evaluation batch. Whether gradients are enabled
-        proves nothing: `torch.no_grad()` is often entered inside the loop.
-        """
-        batch, dealt.batch = [dealt.batch], None
-        if not self._placement:
-            yield batch.pop()
-            return
-        batch = [self._strategy.to_device(batch.pop())]
-        shape, trained = self._strategy.shapes.latest, self._flow.trained
-        try:
-            yield batch.pop()
-        finally:
-            if shape is not None and self._flow.trained == trained:
-                self._strategy.shapes.mark_evaluation(shape)
-
     # Datasets with indices
 
     def _read(self, epoch: int, position: int) -> Iterator[Dealt]:
@@ -307,6 +301,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _read_here(self, jobs: Iterator[BatchRequest]) -> Iterator[Dealt]:
         reader, device = Reader(self.loader, self._draws), self._strategy.device
+        if reader.collate is default_collate:
+            reader.collate = default_collate_in_process
         try:
             for job in jobs:
                 yield Dealt(*reader.read_apart(job, device))

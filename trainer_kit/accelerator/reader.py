@@ -13,7 +13,7 @@ from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
-from trainer_kit.utils.rng import generators_kept, seed_generators, without_draws
+from trainer_kit.utils.rng import KeptGenerators, seed_generators, without_draws
 
 
 class BatchRequest(NamedTuple):
@@ -65,8 +65,11 @@ class Reader(Dataset[Any]):
 
     def read_apart(self, job: BatchRequest, device: torch.device) -> tuple[int, int, bool, Any]:
         """Read a request, and leave the generators of the host and of `device` as they are."""
-        with generators_kept(device):
+        states = KeptGenerators(device)
+        try:
             return self._read(job) if job.epoch == self.epoch else self[job]
+        finally:
+            states.restore()
 
     def __getitem__(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if job.epoch == self.epoch:

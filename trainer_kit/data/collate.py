@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from trainer_kit.loss.batch import IGNORED
 from trainer_kit.strategies.batch_shapes import power_of_two
@@ -75,16 +76,36 @@ def stack(samples: list[Any]) -> Any:
     Raises:
         ValueError: If the samples' sizes or keys differ; the message names the column.
     """
+    batch = _stack_tensors(samples) if type(samples[0]) is dict else None
+    return _stack(samples) if batch is None else batch
+
+
+def default_collate_in_process(samples: list[Any]) -> Any:
+    """Collate as torch's `default_collate` does, in half of the time for tensors, without memory to share."""
+    is_usual = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn  # it can be replaced
+    batch = _stack_tensors(samples) if is_usual else None
+    return default_collate(samples) if batch is None else batch
+
+
+def _stack_tensors(samples: list[Any]) -> dict[Any, torch.Tensor] | list[torch.Tensor] | None:
+    """Stack samples that are dicts or tuples of nothing but tensors, quickly.
+
+    Returns:
+        A dict, or a list for tuples; None for other samples and for different ones, which the general way names.
+    """
     first = samples[0]
-    if type(first) is dict and {*map(type, first.values())} == {torch.Tensor}:
-        # Twice as fast as the general path, which raises a clear error if this one fails.
-        try:
-            batch = {key: torch.stack([sample[key] for sample in samples]) for key in first}
-            if sum(map(len, samples)) == len(first) * len(samples):  # no sample has more columns
-                return batch
-        except (KeyError, RuntimeError, TypeError):
-            pass
-    return _stack(samples)
+    kind = type(first)
+    values: Any = first.values() if kind is dict else first if kind is tuple else ()
+    if {*map(type, values)} != {torch.Tensor} or any(value.layout is not torch.strided for value in values):
+        return None
+    try:
+        if sum(map(len, samples)) != len(first) * len(samples):  # some have more columns, or fewer
+            return None
+        if kind is tuple:
+            return [torch.stack(column) for column in zip(*samples, strict=True)]
+        return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def warn_of_ready_batches(role: str, sample: Any, collate: Collator) -> None:

@@ -14,7 +14,6 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import (
     BatchIndices,
-    DatasetOrder,
     Layout,
     epoch_length,
     evaluation_slots,
@@ -212,10 +211,10 @@ class TrainLoader:
         """End an epoch; return what a checkpoint between it and the next one holds of `GlobalBatch.data_state`."""
         return None
 
-    def order(self, epoch: int) -> torch.Tensor | DatasetOrder:
+    def order(self, epoch: int) -> torch.Tensor | range:
         """Return the dataset indices of an epoch in their order."""
         if not self.shuffle:
-            return DatasetOrder(self.epoch_length)
+            return range(self.epoch_length)
         return permutation(len(self.dataset), self.reading.seed, epoch, self.lengths)[: self.epoch_length]
 
     def slots_of(self, epoch: int, position: int) -> Iterator[BatchIndices]:

@@ -273,25 +273,8 @@ def steps_between(position: int, stop: int, layout: Layout, passed_over: Sequenc
     return sum(-(-(last - first) // layout.global_batch_size) for first, last in parts(position, stop, passed_over))
 
 
-class DatasetOrder:
-    """The order of the dataset, of which only the slices in use are made.
-
-    Args:
-        length: Samples in the dataset.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return np.arange(part.start, part.stop)  # twice as quick as torch's, for a batch
-
-
 def slots(
-    order: torch.Tensor | DatasetOrder,
+    order: torch.Tensor | range,
     epoch: int,
     position: int,
     layout: Layout,
@@ -300,7 +283,7 @@ def slots(
     """Yield the indices of this process's micro-batches of an epoch.
 
     Args:
-        order: The order of the epoch, cut to the samples in use.
+        order: The order of the epoch, cut to the samples in use; a range for the dataset's order.
         epoch: Number of the epoch, from 0.
         position: Position in the epoch to start at.
         layout: Batch size, accumulation and processes.
@@ -312,20 +295,13 @@ def slots(
             pieces = [(start, end) if start < end else None for start, end in layout.deal(first, stop)]
         else:
             pieces = [piece for row in range(first, stop, size) for piece in _pieces(row, stop, layout)]
+        last, closes_epoch = len(pieces) - 1, stop == kept[-1][1]
         for number, piece in enumerate(pieces):
             # A dummy batch has the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, STAND_IN), stop))
-            yield BatchIndices(
-                epoch=epoch,
-                start=begin,
-                indices=order[begin:end].tolist(),
-                is_dummy=piece is None,
-                micro_batch_index=number,
-                is_last=number == len(pieces) - 1,
-                window_start=first,
-                window_stop=stop,
-                closes_epoch=stop == kept[-1][1],
-            )
+            part = order[begin:end]
+            indices = list(part) if isinstance(part, range) else part.tolist()
+            yield BatchIndices(epoch, begin, indices, piece is None, number, number == last, first, stop, closes_epoch)
 
 
 def _pieces(row: int, stop: int, layout: Layout) -> list[tuple[int, int] | None]:
@@ -352,5 +328,6 @@ def evaluation_slots(length: int, layout: Layout, order: torch.Tensor | None = N
         layout: Batch size and processes.
         order: Dataset indices in their order; None: the dataset's order.
     """
-    single, indices = layout._replace(accumulation=1), DatasetOrder(length) if order is None else order
-    return (slot for slot in slots(indices, -1, 0, single) if not slot.is_dummy)
+    single = layout._replace(accumulation=1)
+    found = slots(range(length) if order is None else order, -1, 0, single)
+    return (slot for slot in found if not slot.is_dummy)

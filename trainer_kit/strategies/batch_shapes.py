@@ -73,7 +73,7 @@ class ShapeLedger:
 
     def __len__(self) -> int:
         """Return the number of different shapes in training and evaluation."""
-        return len(self._shapes)
+        return sum(shape.count > 0 for shape in self._shapes.values())
 
     def record(self, batch: Any) -> None:
         """Count the shapes of a batch."""
@@ -85,8 +85,6 @@ class ShapeLedger:
         if shape.kind == EVALUATION:
             return
         shape.count -= 1
-        if not shape.count:
-            self._shapes.pop((True, shape.signature), None)
         other = self._shapes.get((False, shape.signature))
         if other is None:
             other = self._keep(False, BatchShape(EVALUATION, shape.columns, shape.first, 0, shape.signature))
@@ -98,6 +96,8 @@ class ShapeLedger:
             columns = {name: (tuple(each.shape), each.dtype) for name, each in _named_tensors(batch)}
             kind = TRAINING if trains else EVALUATION
             shape = self.newest = self._keep(trains, BatchShape(kind, columns, self.batches, 0, signature))
+        elif not shape.count:  # those before were for evaluation
+            shape.first = self.batches
         shape.count += 1
         return shape
 
@@ -110,7 +110,7 @@ class ShapeLedger:
 
     def of(self, kind: str) -> list[BatchShape]:
         """Return the shapes of "training" or "evaluation", in order of first occurrence."""
-        return [shape for shape in self._shapes.values() if shape.kind == kind]
+        return [shape for shape in self._shapes.values() if shape.kind == kind and shape.count]
 
     @property
     def graphs(self) -> int:
@@ -213,7 +213,9 @@ def _signature(tree: Any) -> Any:
             ]
         )
     if isinstance(tree, (list, tuple)):
-        return tuple([_signature(value) for value in tree])
+        return tuple(
+            [(value.shape, value.dtype) if type(value) is torch.Tensor else _signature(value) for value in tree]
+        )
     return None
 
 

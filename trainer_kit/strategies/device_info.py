@@ -38,12 +38,12 @@ class DeviceInfo:
         self.device = device
         self.host_processes = host_processes
 
-    @property
+    @functools.cached_property
     def pins_memory(self) -> bool:
         """Whether copies to the device are faster from page-locked memory."""
         return self.device.type == "cuda"
 
-    @property
+    @functools.cached_property
     def reads_without_sync(self) -> bool:
         """Whether the host reads a tensor's value without waiting for the device."""
         return self.device.type == "cpu"

@@ -52,10 +52,14 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
             for key, value in tree.items()
         }
         return moved if type(tree) is dict else _like(tree, moved)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(move(value, device, non_blocking) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)([move(value, device, non_blocking) for value in tree])
+        values = [
+            value if type(value) is torch.Tensor and value.device == device else move(value, device, non_blocking)
+            for value in tree
+        ]
+        if type(tree) is list:
+            return values
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if callable(getattr(tree, "to", None)):
         return tree.to(device, non_blocking=non_blocking)
     return map_tensors(lambda tensor: move(tensor, device, non_blocking), tree)
