@@ -25,7 +25,7 @@ def test_parts_of_sharded_tensors_and_own_whole_tensors_are_copied() -> None:
     matrix, vector = torch.ones(2, 2), torch.ones(3)
     model = {"matrix": matrix, "tied": matrix, "vector": vector}
     snapshot = take_snapshot(1, model, {}, arguments={})
-    share = snapshot.__class__(**{**vars(snapshot), "division": snapshot.divide([], 2, "5GB")})
+    share = snapshot._replace(division=snapshot.divide([], 2, "5GB"))
     contribution = Contribution.of(share, [0, 1], Halves())
     assert [*contribution.sharded] == [matrix]
     assert contribution.owners == [0]

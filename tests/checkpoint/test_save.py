@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -61,7 +60,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
     division = whole.divide(["optimizer"], 2, "5GB")
     assert division.writers == 2
     other = take_snapshot(3, WEIGHTS, {"optimizer": OPTIMIZER}, arguments={})
-    return [dataclasses.replace(each, division=division, writer=number) for number, each in enumerate((whole, other))]
+    return [each._replace(division=division, writer=number) for number, each in enumerate((whole, other))]
 
 
 @pytest.fixture

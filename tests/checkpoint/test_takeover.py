@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_it_takes_in_what_the_last_one_has_committed(
 def test_what_was_saved_again_counts_once(checkpoints: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
     join(monkeypatch, 2, 1)
     newest = checkpoints.saver.committed[-1]
-    checkpoints.saver.committed.append(dataclasses.replace(newest, name="checkpoint-7", number=newest.number + 5))
+    checkpoints.saver.committed.append(newest._replace(name="checkpoint-7", number=newest.number + 5))
     assert take_over(checkpoints)
     assert names(checkpoints) == ["checkpoint-4", "checkpoint-6"], "the folder lacks the newest one"
     assert (checkpoints.folder / "earlier-1" / "checkpoint-8").is_dir(), "the run has gone back behind it"

@@ -37,9 +37,9 @@ USES: dict[str, Callable[[], object]] = {
 
 def forget_memory(patch: pytest.MonkeyPatch) -> None:
     """Let the generators' states be converted, as where they cannot be found in memory."""
-    patch.setattr(rng._PYTHON, "_memory", None)
-    patch.setattr(rng._NUMPY, "_normal", None)
-    patch.setattr(rng._TORCH, "_memory", None)
+    patch.setattr(rng._host().python, "_memory", None)
+    patch.setattr(rng._host().numpy, "_normal", None)
+    patch.setattr(rng._host().torch, "_memory", None)
 
 
 def draws() -> tuple[float, float, float]:
@@ -100,17 +100,15 @@ def test_generators_are_kept(
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="other Pythons keep the states elsewhere")
-def test_the_generators_are_found_in_memory() -> None:
-    assert rng._PYTHON._memory is not None
-    assert rng._NUMPY._normal is not None
-    assert rng._TORCH._memory is not None
-
-
-def test_finding_the_generators_leaves_them_as_they_are() -> None:
-    seed_generators(3)
+@pytest.mark.parametrize("seed", [0, 1, 3, 2**32, 2**63 - 1])
+def test_finding_the_generators_leaves_them_as_they_are(seed: int) -> None:
+    """Whatever the seed, which may be in other fields of torch's generator too."""
+    seed_generators(seed)
     random.gauss(0, 1), np.random.standard_normal(), torch.randn(1)  # each keeps a second number
     before = generator_states()
-    rng._Python(), rng._Numpy(), rng._Torch()
+    assert rng._Python()._memory is not None
+    assert rng._Numpy()._normal is not None
+    assert rng._Torch()._memory is not None
     after = generator_states()
     assert after["python"] == before["python"]
     assert repr(after["numpy"]) == repr(before["numpy"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -96,9 +95,7 @@ class AsyncSaver:
 
     def judge(self, name: str, metric: float) -> None:
         """Record the metric of an evaluation for the checkpoint of this name, if there is one."""
-        self.committed = [
-            dataclasses.replace(each, metric=metric) if each.name == name else each for each in self.committed
-        ]
+        self.committed = [each._replace(metric=metric) if each.name == name else each for each in self.committed]
 
     def begin(
         self,
@@ -331,7 +328,7 @@ class AsyncSaver:
         for same in (each for each in self.committed if each.name == new.name):
             number, metric = same.number, same.metric if metric is None else metric
         others = [each for each in self.committed if each.name != new.name]
-        return [*others, dataclasses.replace(new, number=number, metric=metric)]
+        return [*others, new._replace(number=number, metric=metric)]
 
     def _write(
         self,

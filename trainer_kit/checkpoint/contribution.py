@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,11 +47,10 @@ def align_with_main(
         tree, tensors = states.get(name, (None, {}))
         own = {key: tensor for key, tensor in tensors.items() if is_sharded(tensor)}
         states[name] = tree, {**own, **(plain[name] if strategy.is_main else others)}
-    return dataclasses.replace(snapshot, states=states), {*layout}
+    return snapshot._replace(states=states), {*layout}
 
 
-@dataclasses.dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one process gives to a save.
 
     Attributes:
@@ -100,7 +98,7 @@ class Contribution:
             parts.extend(next(copies) for _ in self.parts)
             return [tensor if is_sharded(tensor) else next(copies) for tensor in own]
 
-        return dataclasses.replace(self, snapshot=self.snapshot.copied(copy_with_parts), parts=parts, complete=complete)
+        return self._replace(snapshot=self.snapshot.copied(copy_with_parts), parts=parts, complete=complete)
 
     def prepared(self, to_host: ToHost) -> Contribution:
         """Return this contribution with the memory that `write` needs.
@@ -111,9 +109,7 @@ class Contribution:
         Raises:
             RuntimeError: If there is no memory.
         """
-        return dataclasses.replace(
-            self, collecting=self.sharding.collecting(self.sharded, self.parts, self.owners, to_host)
-        )
+        return self._replace(collecting=self.sharding.collecting(self.sharded, self.parts, self.owners, to_host))
 
     def write(self, staging: Path, max_shard_size: int | str) -> dict[str, FileEntry]:
         """Write this process's files, and exchange parts of sharded tensors meanwhile; see `write_part`.

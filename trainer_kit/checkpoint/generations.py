@@ -7,7 +7,6 @@ the manifest of all files. Its name ends in the ranks of the two processes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -34,8 +33,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"([0-9]+-[0-9a-f]{8})-[0-9]+-[0-9]+")
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
+class Generation(NamedTuple):
     """What one machine holds of a generation.
 
     Attributes:
@@ -57,8 +55,7 @@ class Generation:
     problems: Sequence[str] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A generation of which every file is somewhere.
 
     Attributes:

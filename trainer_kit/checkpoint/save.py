@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_kit.checkpoint import Committed, FileEntry
 from trainer_kit.checkpoint.contribution import Contribution
@@ -18,8 +19,7 @@ from trainer_kit.strategies.base import Strategy
 logger = logging.getLogger("trainer_kit")
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of a save.
 
     Attributes:
@@ -33,8 +33,7 @@ class Outcome:
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     """A save that has begun; the main process makes it and sends it to the others.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 import uuid
@@ -93,7 +92,7 @@ class Writers:
         """Return what this process gives to a save: nothing of its own if it writes no part."""
         rank = self._strategy.rank
         writer = self.ranks.index(rank) if rank in self.ranks else len(self.ranks)
-        share = dataclasses.replace(snapshot, division=division, writer=writer)
+        share = snapshot._replace(division=division, writer=writer)
         return Contribution.of(share, self.ranks, self._strategy.sharding)
 
     def all_give(self, make: Callable[[], Contribution], release: Callable[[], object]) -> Future[Contribution]:

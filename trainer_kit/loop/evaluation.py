@@ -286,12 +286,13 @@ class Evaluator:
         both, value = self._predictions(batch, counts, totals, with_loss, wanted)
         predictions, outputs = strategy.collectives.unshard(both) if wanted.predictions else (None, None)
         strategy.device_info.mark_step()
-        labels = self._targets(host_batch if strategy.static_shapes else batch)
+        labels = self._targets(host_batch if strategy.static_shapes else batch) if wanted.predictions else None
         needs_inputs = "inputs" in args.include_for_metrics and wanted.predictions
         inputs = main_input(self.loss.module, host_batch) if needs_inputs else None
-        if with_loss and labels is None and wanted.predictions and args.label_names:
+        lacks_labels = with_loss and labels is None and wanted.predictions
+        if lacks_labels and args.label_names:
             raise missing_label(args.label_names[0], batch)
-        if self.metrics and with_loss and labels is None:
+        if lacks_labels and self.metrics:
             raise ValueError(
                 f"metrics need labels, but the batch is {shape_of(batch)}; set label_names to those that are labels"
             )

@@ -14,7 +14,6 @@ import torch
 
 from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.report.card import model_card
 from trainer_kit.run import Run
 from trainer_kit.utils.run_log import NAME
 
@@ -152,6 +151,8 @@ class ResultMethods:
             fields["pipeline_tag"] = task[0] if task else None
         if isinstance(names := fields.get("datasets"), str):
             fields["datasets"] = [names]
+        from trainer_kit.report.card import model_card  # at the end of a run, if at all
+
         if Path(str(fields.get("base_model"))).is_dir():  # a card names no folders
             fields["base_model"] = None
         given = {name: value for name, value in fields.items() if value is not None}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import pickle
 import random
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ def seed_generators(value: int) -> None:
     """
     torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    _SEEDER.seed(((value + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
-    _PYTHON.take_words(_SEEDED)
+    _host().python.seed_as_numpy(((value + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
 
 
 def generator_states() -> dict[str, Any]:
@@ -65,21 +65,22 @@ class KeptGenerators:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._states = _PYTHON.state(), _NUMPY.state(), _TORCH.state()
+        self._host = host = _host()
+        self._states = host.python.state(), host.numpy.state(), host.torch.state()
         self._device = device if device is not None and device.type == "cuda" else None
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
     def have_changed(self) -> bool:
         """Return whether a generator of the host has drawn or was seeded since, or since `restore`."""
-        python, numpy, of_torch = self._states
-        return _PYTHON.state() != python or _NUMPY.state() != numpy or _TORCH.has_left(of_torch)
+        host, (python, numpy, of_torch) = self._host, self._states
+        return host.python.state() != python or host.numpy.state() != numpy or host.torch.has_left(of_torch)
 
     def restore(self) -> None:
         """Restore the states."""
-        python, numpy, of_torch = self._states
-        _PYTHON.restore(python)
-        _NUMPY.restore(numpy)
-        _TORCH.restore(of_torch)
+        host, (python, numpy, of_torch) = self._host, self._states
+        host.python.restore(python)
+        host.numpy.restore(numpy)
+        host.torch.restore(of_torch)
         if self._device is not None and self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
@@ -124,6 +125,9 @@ class _Python:
         self._memory = _python_memory()
         if self._memory is not None:
             self._index, self._words = self._memory.view[:4].cast("i"), self._memory.view[4:]
+        self._seeded = np.random.MT19937()
+        self._seeder = np.random.RandomState(self._seeded)
+        self._seeded_words = _Memory(self._seeded.ctypes.state_address, _WORDS_BYTES).view
 
     def state(self) -> Any:
         if self._memory is None:
@@ -137,12 +141,13 @@ class _Python:
             self._memory.write(state[0])
             self._random.gauss_next = state[1]
 
-    def take_words(self, generator: np.random.MT19937) -> None:
-        """Take the state of a generator of numpy that has just been seeded."""
+    def seed_as_numpy(self, value: int) -> None:
+        """Take the state that numpy's generator would have after a seed of 32 bits."""
+        self._seeder.seed(value)
         if self._memory is None:
-            random.setstate((3, (*generator.state["state"]["key"].tolist(), _WORDS), None))
+            random.setstate((3, (*self._seeded.state["state"]["key"].tolist(), _WORDS), None))
             return
-        self._words[:] = _SEEDED_WORDS.view
+        self._words[:] = self._seeded_words
         self._index[0] = _WORDS  # all of them are to come
         self._random.gauss_next = None
 
@@ -201,6 +206,20 @@ class _Torch:
             self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+class _Host(NamedTuple):
+    """The generators of this process."""
+
+    python: _Python
+    numpy: _Numpy
+    torch: _Torch
+
+
+@functools.cache
+def _host() -> _Host:
+    """Find the generators at their first use: it takes a millisecond, and the import of numpy's."""
+    return _Host(_Python(), _Numpy(), _Torch())
+
+
 def _bit_generator() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
 
@@ -239,12 +258,12 @@ def _torch_memory(generator: Any) -> _Memory | None:
     words = state[24 : 24 + 8 * _WORDS].view(torch.int64).to(torch.uint32).numpy().tobytes()
     seed = struct.pack("Q", generator.initial_seed())
     for place in range(generator._cdata, generator._cdata + 512, 4):
-        if ctypes.string_at(place, len(seed)) != seed:
-            continue
-        memory = _Memory(place, _TORCH_FIELDS.size)
-        is_found = _TORCH_FIELDS.unpack(memory.read())[2] == words and _shows_each_use(memory, generator)
-        generator.set_state(state)
-        return memory if is_found else None
+        if ctypes.string_at(place, 8) == seed and ctypes.string_at(place + _TO_WORDS, 8) == words[:8]:
+            memory = _Memory(place, _TORCH_FIELDS.size)
+            is_found = _TORCH_FIELDS.unpack(memory.read())[2] == words and _shows_each_use(memory, generator)
+            generator.set_state(state)
+            if is_found:
+                return memory
     return None
 
 
@@ -263,16 +282,10 @@ def _shows_each_use(memory: _Memory, generator: torch.Generator) -> bool:
 _TORCH_FIELDS = struct.Struct(f"=13s3x4s{_WORDS_BYTES}s4x4s?3x8s?7x")
 """Fields of the C++ object: seed, draws left and a flag; next word; words; two normal numbers, with flags."""
 
+_TO_WORDS = 20
+
 
 def _used_fields(memory: bytes) -> tuple[Any, ...]:
     """Return the fields in the memory of torch's generator, without normal numbers that were drawn."""
     start, following, words, single, has_single, double, has_double = _TORCH_FIELDS.unpack(memory)
     return start, following, words, has_single and single, has_double and double
-
-
-_SEEDED = np.random.MT19937()
-_SEEDER = np.random.RandomState(_SEEDED)
-_SEEDED_WORDS = _Memory(_SEEDED.ctypes.state_address, _WORDS_BYTES)
-_PYTHON = _Python()
-_NUMPY = _Numpy()
-_TORCH = _Torch()

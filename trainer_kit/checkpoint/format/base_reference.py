@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -28,8 +27,7 @@ STATE_NAME = "frozen-base"
 FOLDER_PREFIX = "base-"
 
 
-@dataclasses.dataclass(frozen=True)
-class BaseReference:
+class BaseReference(NamedTuple):
     """Frozen weights that the checkpoints of a run share.
 
     Attributes:
@@ -64,9 +62,7 @@ class BaseReference:
         digests, dtypes = (
             {each: value for each, value in values.items() if each in names} for values in (self.digests, self.dtypes)
         )
-        return dataclasses.replace(
-            self, digests=digests, dtypes=dtypes, kept=kept, folder=self.folder if kept else None
-        )
+        return self._replace(digests=digests, dtypes=dtypes, kept=kept, folder=self.folder if kept else None)
 
     @classmethod
     def read(cls, directory: Path) -> BaseReference | None:
@@ -91,7 +87,7 @@ class BaseReference:
 
     def to_state(self) -> dict[str, Any]:
         """Return the content of the state of a checkpoint."""
-        return {**dataclasses.asdict(self), "kept": [*self.kept]}
+        return {**self._asdict(), "kept": [*self.kept]}
 
     def find_folder(self, directory: Path) -> Path | None:
         """Return the folder of the kept weights of a checkpoint; None if nothing is kept.

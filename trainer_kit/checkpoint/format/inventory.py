@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_kit.checkpoint.format.base_reference import BaseReference
 from trainer_kit.checkpoint.format.discovery import find_checkpoints, is_of_run, read_arguments, verify
@@ -26,8 +26,7 @@ PREFIXES = (CHECKPOINT_PREFIX, "checkpoint_", CRASH_PREFIX)
 """Prefixes of the folders that the Trainer, the Accelerator and a crash dump write."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointEntry:
+class CheckpointEntry(NamedTuple):
     """A checkpoint on the disk.
 
     Attributes:
@@ -46,8 +45,7 @@ class CheckpointEntry:
     is_damaged: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointProgress:
+class CheckpointProgress(NamedTuple):
     """Progress of a run, as recorded in a checkpoint.
 
     Attributes:

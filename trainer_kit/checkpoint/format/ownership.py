@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -16,8 +16,7 @@ PART_BYTES = 2**25
 """Bytes from which on a part of a checkpoint is worth a writer and a file of its own."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """Plan of the files that several processes write together.
 
     Attributes:

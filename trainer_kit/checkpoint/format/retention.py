@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_kit.checkpoint.format.disk import fsync_directory, remove_folder
 from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX
@@ -15,8 +16,7 @@ from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX
 _logger = logging.getLogger("trainer_kit")
 
 
-@dataclasses.dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """A checkpoint that a run has committed.
 
     Attributes:

@@ -6,14 +6,13 @@ file truncated meanwhile raises an error instead of ending the process.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +51,7 @@ def load_tensors(directory: Path, stem: str = "model") -> dict[str, torch.Tensor
     return loaded
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Dtype, shape and position of a tensor in its file; `start` and `nbytes` are in bytes."""
 
     dtype: torch.dtype
@@ -62,8 +60,7 @@ class TensorEntry:
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One safetensors file: its tensors in the file's order, and its aliases as {name: stored name}."""
 
     path: Path
@@ -211,7 +208,7 @@ def _complex_names(metadata: Mapping[str, str], path: Path) -> list[str]:
 def _as_complex(name: str, entry: TensorEntry) -> TensorEntry:
     if entry.dtype not in _AS_COMPLEX or entry.shape[-1:] != (2,):
         raise ValueError(f"the tensor {name!r:.80} holds no complex numbers, as its metadata say")
-    return dataclasses.replace(entry, dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
+    return entry._replace(dtype=_AS_COMPLEX[entry.dtype], shape=entry.shape[:-1])
 
 
 def load_source(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +44,7 @@ COMPLEX = "trainer_kit.complex"
 RESERVED = frozenset({"format", "__metadata__", COMPLEX})
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """One file of tensors.
 
     Attributes:

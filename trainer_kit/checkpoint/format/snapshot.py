@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHARD_NAME = re.compile(r"\.safetensors|-\d{5}-of-\d{5}", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Content of a checkpoint, for `write_checkpoint`.
 
     Attributes:
@@ -135,8 +134,7 @@ class Snapshot:
         def copied(tensors: Tensors) -> Tensors:
             return {name: copies.get(storage_key(tensor), tensor) for name, tensor in tensors.items()}
 
-        return dataclasses.replace(
-            self,
+        return self._replace(
             model=None if self.model is None else copied(self.model),
             states={name: (tree, copied(tensors)) for name, (tree, tensors) in self.states.items()},
             more_models={name: copied(tensors) for name, tensors in self.more_models.items()},
