@@ -8,7 +8,8 @@ A model of 500 MB of weights with AdamW's state, 1.5 GB together, turn by turn i
 - verifying and loading all of it into a model and its optimizer, against `torch.load`, both from the system's cache;
 - how many of 10 checkpoints in a folder a resume opens files of.
 
-Medians over the turns. Needs 6 GB of disk space in `--folder` and 6 GB of memory.
+Medians over the turns. The training computes in one thread unless `--threads` says otherwise: a save writes in another
+one, and slows training down where no core is left for it. Needs 6 GB of disk space in `--folder` and 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -257,7 +258,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the folder for temporary files")
     parser.add_argument("--megabytes", type=int, default=500, help="size of the weights (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute (default: %(default)s)")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     layers = max(1, options.megabytes * 10**6 // BYTES_A_LAYER)
     for measure in (measure_disk, measure_stall):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -13,9 +13,9 @@ from pathlib import Path
 from page import machine, replace_part
 
 COMMANDS = (
-    "loop.py --turns 5 --steps 1500",
+    "loop.py",
     "evaluation.py --turns 3",
-    "ddp_loop.py --turns 3 --steps 60",
+    "ddp_loop.py --turns 9 --steps 20",
     "checkpoint.py --megabytes 100 --turns 3",
     "resuming.py",
     "import_time.py",

@@ -18,7 +18,8 @@ def scalar_tags(values: Mapping[str, Any], group: str) -> dict[str, float]:
     """
     tags = {}
     for name, value in values.items():
-        if name != "step" and isinstance(value, numbers.Real):
+        # The first check is far quicker.
+        if name != "step" and (type(value) is float or isinstance(value, numbers.Real)):
             prefix, _, rest = name.partition("_")
             tags[f"{prefix}/{rest}" if rest and prefix in _GROUPS else f"{group}/{name}"] = float(value)
     return tags

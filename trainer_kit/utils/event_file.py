@@ -8,8 +8,11 @@ import io
 import itertools
 import os
 import socket
+import struct
 import time
 from typing import Any
+
+from trainer_kit.utils.crc32c import crc32c
 
 _FLUSH_SECONDS = 10.0
 _HEADERS = ("file_version", "session_log")
@@ -32,13 +35,12 @@ class EventFile:
 
     def __init__(self, folder: str, purge_step: int | None = None, suffix: str = "") -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):04}"
         name += suffix
         self._folder, self._path = folder, os.path.join(folder, name)
-        self._file = RecordWriter(_opened(folder, name))
+        self._file = _opened(folder, name)
         self._has_content = False
         self._flushed = 0.0
         try:
@@ -55,7 +57,7 @@ class EventFile:
 
     def add_event(self, event: Any) -> None:
         """Write an `Event`, as torch's `FileWriter` does."""
-        self._file.write(event.SerializeToString())
+        self._file.write(_record(event.SerializeToString()))
         self._has_content = self._has_content or event.WhichOneof("what") not in _HEADERS
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
@@ -123,6 +125,18 @@ def summary_writer(folder: str, **options: Any) -> Any:
             super().add_scalars(main_tag, tag_scalar_dict, *more, **options)
 
     return DirectWriter(folder, **options)
+
+
+def _record(content: bytes) -> bytes:
+    """Return a record of a file of TensorBoard (a TFRecord): its length and its content, each with a checksum."""
+    length = struct.pack("<Q", len(content))
+    return length + _masked_checksum(length) + content + _masked_checksum(content)
+
+
+def _masked_checksum(content: bytes) -> bytes:
+    checksum = crc32c(content)
+    # Rotated and moved, since the checksum of a string with a checksum in it would be weak.
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 class _WholeRecords(io.FileIO):

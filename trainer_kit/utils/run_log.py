@@ -180,6 +180,8 @@ def _opened(path: Path) -> io.FileIO:
 
 def _plain(value: Any) -> Any:
     """Convert `value` to JSON types: numbers of numpy and torch to numbers, other objects to text."""
+    if type(value) is float and math.isfinite(value):  # the usual ones first: the other checks are slow
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
