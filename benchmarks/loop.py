@@ -79,7 +79,7 @@ def trainer(dataset: Points, steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder, max_steps=steps, learning_rate=1e-3, logging_steps=50, disable_tqdm=True, use_cpu=True,
-            save_strategy="no", log_level="warning",
+            save_strategy="no", log_level="error",
         )  # fmt: skip
         run = Trainer(Net(), args, dataset)
         clock: list[float] = []

@@ -65,7 +65,8 @@ class Memory(Callback):
         reserved = figures.get("reserved_memory_gib")
         if reserved:
             figures["fragmentation"] = 1 - figures["memory_gib"] / reserved
-        figures["host_memory_gib"] = self._process.memory_info().rss / GIB
+        known = figures.get("memory_gib") if run.strategy.device.type == "cpu" else None
+        figures["host_memory_gib"] = self._process.memory_info().rss / GIB if known is None else known
         parts = self._parts(run)
         if parts and reserved:
             parts["anatomy/activations_gib"] = max(0.0, figures["peak_memory_gib"] - sum(parts.values()))

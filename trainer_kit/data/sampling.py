@@ -290,6 +290,7 @@ def slots(
         passed_over: Ranges (start, stop) of the epoch to skip.
     """
     kept, size = parts(position, len(order), passed_over), layout.global_micro_batch_size
+    taken = order if isinstance(order, range) else order.numpy()  # slices of it are far quicker than a tensor's
     for first, stop in _windows(kept, layout.global_batch_size):
         if layout.deals_samples:
             pieces = [(start, end) if start < end else None for start, end in layout.deal(first, stop)]
@@ -299,7 +300,7 @@ def slots(
         for number, piece in enumerate(pieces):
             # A dummy batch has the step's first samples.
             begin, end = piece or (first, min(first + min(layout.at_once, STAND_IN), stop))
-            part = order[begin:end]
+            part = taken[begin:end]
             indices = list(part) if isinstance(part, range) else part.tolist()
             yield BatchIndices(epoch, begin, indices, piece is None, number, number == last, first, stop, closes_epoch)
 
