@@ -96,7 +96,7 @@ def _stack_tensors(samples: list[Any]) -> dict[Any, torch.Tensor] | list[torch.T
     first = samples[0]
     kind = type(first)
     values: Any = first.values() if kind is dict else first if kind is tuple else ()
-    if {*map(type, values)} != {torch.Tensor} or any(value.layout is not torch.strided for value in values):
+    if {*map(type, values)} != {torch.Tensor} or {value.layout for value in values} != {torch.strided}:
         return None
     try:
         if sum(map(len, samples)) != len(first) * len(samples):  # some have more columns, or fewer

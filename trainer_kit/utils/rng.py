@@ -10,7 +10,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -65,22 +65,14 @@ class KeptGenerators:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._host = host = _host()
-        self._states = host.python.state(), host.numpy.state(), host.torch.state()
+        self._host = _host()
+        self._states = self._host.states()
         self._device = device if device is not None and device.type == "cuda" else None
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
-    def have_changed(self) -> bool:
-        """Return whether a generator of the host has drawn or was seeded since, or since `restore`."""
-        host, (python, numpy, of_torch) = self._host, self._states
-        return host.python.state() != python or host.numpy.state() != numpy or host.torch.has_left(of_torch)
-
     def restore(self) -> None:
         """Restore the states."""
-        host, (python, numpy, of_torch) = self._host, self._states
-        host.python.restore(python)
-        host.numpy.restore(numpy)
-        host.torch.restore(of_torch)
+        self._host.restore(self._states)
         if self._device is not None and self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
@@ -96,14 +88,15 @@ def without_draws(read: Callable[[], T], seed: int) -> tuple[T] | None:
         A tuple with what was read; None if it has to be read again, with all generators seeded, since one has changed.
     """
     torch.default_generator.manual_seed(seed)
-    states = KeptGenerators()
+    host = _host()
+    states = host.states()
     try:
         result = read()
     except Exception:
-        if states.have_changed():
+        if host.have_left(states):
             return None
         raise
-    return None if states.have_changed() else (result,)
+    return None if host.have_left(states) else (result,)
 
 
 class _Memory:
@@ -121,35 +114,35 @@ class _Python:
     """The global generator of `random`; `random.getstate` converts its words one by one."""
 
     def __init__(self) -> None:
-        self._random: Any = random._inst
-        self._memory = _python_memory()
-        if self._memory is not None:
-            self._index, self._words = self._memory.view[:4].cast("i"), self._memory.view[4:]
+        self.random: Any = random._inst
+        self.memory = _python_memory()
+        if self.memory is not None:
+            self._index, self.words = self.memory.view[:4].cast("i"), self.memory.view[4:]
         self._seeded = np.random.MT19937()
         self._seeder = np.random.RandomState(self._seeded)
         self._seeded_words = _Memory(self._seeded.ctypes.state_address, _WORDS_BYTES).view
 
     def state(self) -> Any:
-        if self._memory is None:
+        if self.memory is None:
             return random.getstate()
-        return self._memory.read(), self._random.gauss_next
+        return self.memory.read(), self.random.gauss_next
 
     def restore(self, state: Any) -> None:
-        if self._memory is None:
+        if self.memory is None:
             random.setstate(state)
         else:
-            self._memory.write(state[0])
-            self._random.gauss_next = state[1]
+            self.memory.write(state[0])
+            self.random.gauss_next = state[1]
 
     def seed_as_numpy(self, value: int) -> None:
         """Take the state that numpy's generator would have after a seed of 32 bits."""
         self._seeder.seed(value)
-        if self._memory is None:
+        if self.memory is None:
             random.setstate((3, (*self._seeded.state["state"]["key"].tolist(), _WORDS), None))
             return
-        self._words[:] = self._seeded_words
+        self.words[:] = self._seeded_words
         self._index[0] = _WORDS  # all of them are to come
-        self._random.gauss_next = None
+        self.random.gauss_next = None
 
 
 class _Numpy:
@@ -159,14 +152,14 @@ class _Numpy:
     """
 
     def __init__(self) -> None:
-        self._generator = _bit_generator()
-        self._words, self._normal = _numpy_memory(self._generator)
+        self.generator = _bit_generator()
+        self.words, self.normal = _numpy_memory(self.generator)
 
     def state(self) -> Any:
         generator = _bit_generator()
-        if self._normal is None or self._words is None or generator is not self._generator:
+        if self.normal is None or self.words is None or generator is not self.generator:
             return generator, pickle.dumps(np.random.get_state(legacy=False))
-        return generator, self._words.read(), self._normal.read()
+        return generator, self.words.read(), self.normal.read()
 
     def restore(self, state: Any) -> None:
         if _bit_generator() is not state[0]:
@@ -174,50 +167,68 @@ class _Numpy:
         if len(state) == 2:
             np.random.set_state(pickle.loads(state[1]))
             return
-        assert self._words is not None
-        assert self._normal is not None
-        self._words.write(state[1])
-        self._normal.write(state[2])
+        assert self.words is not None
+        assert self.normal is not None
+        self.words.write(state[1])
+        self.normal.write(state[2])
 
 
 class _Torch:
     """The global generator of torch for the host."""
 
     def __init__(self) -> None:
-        self._generator = torch.default_generator
-        self._memory = _torch_memory(self._generator)
+        self.generator = torch.default_generator
+        self.memory = _torch_memory(self.generator)
 
     def state(self) -> bytes:
-        if self._memory is not None:
-            return self._memory.read()
-        state = self._generator.get_state()
+        if self.memory is not None:
+            return self.memory.read()
+        state = self.generator.get_state()
         return ctypes.string_at(state.data_ptr(), state.numel())
 
-    def has_left(self, state: bytes) -> bool:
-        """Return whether the state is another one now."""
-        now = self.state()
-        # After a state was set again, only what does not matter may differ.
-        return now != state and (self._memory is None or _used_fields(now) != _used_fields(state))
-
     def restore(self, state: bytes) -> None:
-        if self._memory is not None:
-            self._memory.write(state)
+        if self.memory is not None:
+            self.memory.write(state)
         else:
-            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            self.generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-class _Host(NamedTuple):
+class _Host:
     """The generators of this process."""
 
-    python: _Python
-    numpy: _Numpy
-    torch: _Torch
+    def __init__(self) -> None:
+        self.python, self.numpy, self.torch = _Python(), _Numpy(), _Torch()
+        memories = self.python.memory, self.numpy.words, self.numpy.normal, self.torch.memory
+        self.reads = None if None in memories else [memory.read for memory in memories if memory is not None]
+
+    def states(self) -> tuple[Any, ...]:
+        """Return the states: all as memory at once, or converted one by one."""
+        if self.reads is None or np.random.get_bit_generator() is not self.numpy.generator:  # type: ignore[attr-defined]
+            return self.python.state(), self.numpy.state(), self.torch.state()
+        python, words, normal, of_torch = self.reads
+        return self.python.random.gauss_next, python(), words(), normal(), of_torch()
+
+    def have_left(self, states: tuple[Any, ...]) -> bool:
+        """Return whether a generator has another state now."""
+        now = self.states()
+        if now == states:
+            return False
+        # After a state of torch's was set again, memory that does not matter may differ.
+        return now[:-1] != states[:-1] or self.reads is None or _used_fields(now[-1]) != _used_fields(states[-1])
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Restore the states that `states` returned."""
+        if len(states) == 5:
+            gauss, words, numpy_words, normal, of_torch = states
+            states = (words, gauss), (self.numpy.generator, numpy_words, normal), of_torch
+        for restore, state in zip((self.python.restore, self.numpy.restore, self.torch.restore), states, strict=True):
+            restore(state)
 
 
 @functools.cache
 def _host() -> _Host:
     """Find the generators at their first use: it takes a millisecond, and the import of numpy's."""
-    return _Host(_Python(), _Numpy(), _Torch())
+    return _Host()
 
 
 def _bit_generator() -> Any:
