@@ -217,7 +217,7 @@ def test_generators_are_kept_after_an_error() -> None:
     assert draws() == expected
 
 
-@pytest.mark.parametrize("outside", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("outside", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
 @pytest.mark.parametrize("inside", [None, np.random.MT19937, np.random.PCG64])
 @pytest.mark.parametrize("normals", [0, 1])
 def test_another_generator_of_numpy_is_kept(outside: type, inside: type | None, normals: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import pickle
 import random
 import struct
 import sys
@@ -158,14 +157,14 @@ class _Numpy:
     def state(self) -> Any:
         generator = _bit_generator()
         if self.normal is None or self.words is None or generator is not self.generator:
-            return generator, pickle.dumps(np.random.get_state(legacy=False))
+            return generator, _comparable(np.random.get_state(legacy=False))
         return generator, self.words.read(), self.normal.read()
 
     def restore(self, state: Any) -> None:
         if _bit_generator() is not state[0]:
             np.random.set_bit_generator(state[0])  # type: ignore[attr-defined]
         if len(state) == 2:
-            np.random.set_state(pickle.loads(state[1]))
+            np.random.set_state(state[1])
             return
         assert self.words is not None
         assert self.normal is not None
@@ -229,6 +228,13 @@ class _Host:
 def _host() -> _Host:
     """Find the generators at their first use: it takes a millisecond, and the import of numpy's."""
     return _Host()
+
+
+def _comparable(state: Any) -> Any:
+    """Return a state of numpy's with lists in place of its arrays."""
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _bit_generator() -> Any:
