@@ -329,3 +329,8 @@ def test_the_quick_default_collate_is_torchs(kind: str) -> None:
 def test_the_quick_default_collate_keeps_to_a_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: "mine")
     assert default_collate_in_process(_samples("tuple")) == ["mine", "mine"]
+
+
+def test_the_quick_default_collate_keeps_to_an_added_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: "mine")
+    assert default_collate_in_process(_samples("tuple")) == "mine"

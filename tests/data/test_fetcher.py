@@ -14,7 +14,7 @@ from trainer_kit.data.collate import stack
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.sampling import BatchIndices, Layout, evaluation_slots, mix, permutation, slots
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.rng import generator_states, seed_generators, set_generator_states
 
 LENGTH = 40
 
@@ -59,6 +59,13 @@ class Drawing:
             return self.late.random()
         if self.kind == "own, with the epoch":
             return self.of_epoch.random()
+        if self.kind == "a state, read":
+            return float(np.random.get_state()[1][0]) + random.getstate()[1][0] + torch.initial_seed() % 997
+        if self.kind == "a state, restored":
+            states = generator_states()
+            drawn = np.random.rand() + random.random() + torch.rand(()).item()
+            set_generator_states(states)
+            return drawn
         if self.kind == "seeding":
             torch.manual_seed(index)
             random.seed(index)
@@ -110,6 +117,41 @@ def test_epoch_seed_and_index_each_change_it(kind: str) -> None:
     assert len(set(first.values())) == LENGTH
     assert not set(first.values()) & set(noises(Drawing(kind), next_plan).values())
     assert not set(first.values()) & set(noises(Drawing(kind), plan, seed=2).values())
+
+
+@pytest.mark.parametrize("kind", ["a state, read", "a state, restored"])
+def test_what_a_dataset_makes_of_a_state_depends_on_the_batch_alone(kind: str) -> None:
+    """Nothing shows that it has looked at the generators."""
+    found = []
+    for ambient in range(3):
+        seed_generators(ambient)
+        plan = plan_of(Layout(4))
+        found.append(noises(Drawing(kind), plan if ambient < 2 else plan[::-1]))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0].values())) > 1
+    assert noises(Drawing(kind), plan_of(Layout(4), epoch=1)) != found[0]
+
+
+def test_a_dataset_that_seeds_by_its_index_is_seen_to_draw() -> None:
+    class Seeding(Drawing):
+        def noise(self, index: int) -> float:
+            drawn = torch.rand(()).item()
+            torch.manual_seed(index)
+            return drawn
+
+    first, second = (noises(Seeding("none"), plan_of(Layout(1), epoch=epoch)) for epoch in (0, 1))
+    assert not set(first.values()) & set(second.values())
+    assert noises(Seeding("none"), plan_of(Layout(1))[::-1]) == first
+
+
+def test_what_comes_after_a_batch_draws_the_same_numbers_again() -> None:
+    """A callback, for example: the state that reading leaves does not depend on the one before."""
+    found = []
+    for ambient in range(2):
+        seed_generators(ambient)
+        noises(Drawing("none"), plan_of(Layout(4))[:3])
+        found.append((random.gauss(0, 1), np.random.standard_normal(), torch.randn(()).item()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["none", "seeding"])

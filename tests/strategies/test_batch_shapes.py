@@ -72,6 +72,29 @@ def test_batches_are_moved_to_evaluation_one_by_one() -> None:
     assert [each.count for each in ledger.of("evaluation")] == [2, 1]
 
 
+def test_a_shape_that_was_for_evaluation_alone_comes_again_for_training() -> None:
+    ledger = ledger_of(text(8, 16))
+    (eight,) = ledger.of("training")
+    ledger.mark_evaluation(eight)
+    assert (len(ledger), ledger.of("training")) == (1, [])
+    ledger.record(text(6, 16))
+    ledger.record(text(8, 16))
+    assert [(each.first, each.columns["labels"][0]) for each in ledger.of("training")] == [(2, (6,)), (3, (8,))]
+    assert ledger.newest is ledger.of("training")[1]
+
+
+def test_an_evaluation_by_hand_takes_one_place_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_shapes, "_MOST", 5)
+    ledger = ShapeLedger(by_hand=True)
+    for rows in range(1, 6):
+        ledger.record(text(rows, 16))
+        assert ledger.latest is not None
+        ledger.mark_evaluation(ledger.latest)
+    assert (len(ledger), len(ledger.of("evaluation")), ledger.complete) == (5, 5, True)
+    ledger.record(text(6, 16))
+    assert not ledger.complete
+
+
 def test_another_dtype_or_column_is_another_shape() -> None:
     x = torch.zeros(2, 3)
     ledger = ledger_of({"x": x}, {"x": x.double()}, {"x": x, "y": x}, {"x": x[0]}, {"x": x})

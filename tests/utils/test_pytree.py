@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from trainer_kit.utils.pytree import (
     flatten_state,
     map_tensors,
+    move,
     plain_values,
     tensor_names,
     tensors,
@@ -369,3 +370,13 @@ def test_tensors_are_named_by_their_place() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match="this is no state"):
         list(tensor_names({"__kind__": "dict"}))
+
+
+class Fielded(list[Any]):
+    _fields = ("x", "y")
+
+
+def test_a_list_with_fields_is_no_named_tuple() -> None:
+    moved = move(Fielded([torch.zeros(2), torch.ones(2)]), torch.device("meta"))
+    assert type(moved) is Fielded
+    assert [each.device.type for each in moved] == ["meta", "meta"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils import rng
@@ -20,7 +22,7 @@ from trainer_kit.utils.rng import (
     generators_kept,
     seed_generators,
     set_generator_states,
-    without_draws,
+    try_without_draws,
 )
 
 USES: dict[str, Callable[[], object]] = {
@@ -135,9 +137,9 @@ def test_a_change_is_seen(name: str | None, by_memory: bool, kept: bool, monkeyp
     states = KeptGenerators()
     if name is not None:
         USES[name]()
-    assert rng._host().have_left(states._states) == (name is not None)
+    assert rng._host().differ_from(states._states) == (name is not None)
     states.restore()
-    assert not rng._host().have_left(states._states)
+    assert not rng._host().differ_from(states._states)
     prepare()
     expected = [*draws(), random.gauss(0, 1), *np.random.standard_normal(2), *torch.randn(3).tolist()]
     states.restore()
@@ -164,13 +166,13 @@ def test_any_number_of_draws_shows(count: int, kept: bool) -> None:
             np.random.standard_normal(), random.gauss(0, 1), torch.randn(1)
         states = KeptGenerators()
         use()
-        assert rng._host().have_left(states._states)
+        assert rng._host().differ_from(states._states)
 
 
 def test_reading_without_draws() -> None:
-    assert without_draws(torch.initial_seed, 5) == (5,)
+    assert try_without_draws(torch.initial_seed, 5) == (5,)
     for use in USES.values():
-        assert without_draws(use, 5) is None
+        assert try_without_draws(use, 5) is None
 
     def fail_by_chance() -> None:
         raise KeyError(random.random())
@@ -178,9 +180,9 @@ def test_reading_without_draws() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    assert without_draws(fail_by_chance, 5) is None
+    assert try_without_draws(fail_by_chance, 5) is None
     with pytest.raises(KeyError, match="x"):
-        without_draws(fail, 5)
+        try_without_draws(fail, 5)
 
 
 def test_states_are_restored() -> None:
@@ -238,3 +240,29 @@ def test_another_generator_of_numpy_is_kept(outside: type, inside: type | None, 
         assert np.random.standard_normal(3).tolist() == expected
     finally:
         np.random.set_bit_generator(usual)
+
+
+def test_the_generators_are_found_where_tensors_are_fake() -> None:
+    with FakeTensorMode():
+        found = rng._HostGenerators()
+    assert found.reads is not None
+
+
+def test_the_generators_are_found_while_another_thread_draws() -> None:
+    stopped = threading.Event()
+    drawn: list[float] = []
+
+    def draw() -> None:
+        while not stopped.is_set():
+            drawn.append(torch.rand((), dtype=torch.float64).item())
+
+    thread = threading.Thread(target=draw)
+    torch.manual_seed(5)
+    thread.start()
+    for _ in range(30):
+        rng._Numpy(), rng._Python()
+        rng._torch_memory(torch.default_generator)
+    stopped.set()
+    thread.join(60)
+    torch.manual_seed(5)
+    assert drawn == torch.rand(len(drawn), dtype=torch.float64).tolist(), "its numbers were drawn for something else"

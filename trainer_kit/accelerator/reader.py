@@ -13,7 +13,7 @@ from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
-from trainer_kit.utils.rng import KeptGenerators, seed_generators, without_draws
+from trainer_kit.utils.rng import KeptGenerators, seed_generators, try_without_draws
 
 
 class BatchRequest(NamedTuple):
@@ -47,8 +47,8 @@ class Dealt:
 class Reader(Dataset[Any]):
     """Dataset that reads and collates batch requests, each with its own randomness, in any process.
 
-    Seeding takes as long as reading a few small samples, so only torch's generator is seeded at first, which is cheap.
-    If reading a batch changes a generator, the batch is read again with all of them seeded, and so are all later ones.
+    Seeding takes as long as reading a few small samples, so a batch is first read without (see `try_without_draws`). If
+    reading a batch changes a generator, the batch is read again with all of them seeded, and so are all later ones.
 
     Args:
         loader: The user's DataLoader.
@@ -84,7 +84,7 @@ class Reader(Dataset[Any]):
 
     def _read(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
         if not (self.draws or self._own_generators):
-            read = without_draws(lambda: self._collated(job), job.seed)
+            read = try_without_draws(lambda: self._collated(job), job.seed)
             if read is not None:
                 return read[0]
             self.draws = True

@@ -152,7 +152,7 @@ def _write_out(
             for rank, problem in enumerate(problems):
                 if problem is not None:
                     raise OSError(f"{collectives.describe_rank(rank)}: {problem}")
-            content = Snapshot(generation.step, generation.world_size, None, {}, None, {})
+            content = Snapshot(generation.step, generation.world_size, None, {}, None, {}, {}, {})
             return commit_staging(staging, generation.files, content, confirm)
         except BaseException:
             remove_folder(staging)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from trainer_kit.loss.batch import IGNORED
 from trainer_kit.strategies.batch_shapes import power_of_two
@@ -23,6 +23,9 @@ Collator = Callable[[list[Any]], Any]
 
 OTHER_LABELS = ("label", "label_ids")
 """Columns that become `labels` for a model whose `forward` has that name."""
+
+_TORCHS = dict(default_collate_fn_map)
+"""What torch's `default_collate` does with values, by type."""
 
 _UNLIMITED = 1_000_000
 """A tokenizer's `model_max_length` of at least this means that it has no limit."""
@@ -82,7 +85,7 @@ def stack(samples: list[Any]) -> Any:
 
 def default_collate_in_process(samples: list[Any]) -> Any:
     """Collate as torch's `default_collate` does, in half of the time for tensors, without memory to share."""
-    is_usual = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn  # it can be replaced
+    is_usual = default_collate_fn_map == _TORCHS  # users may replace functions in it, and add some
     batch = _stack_tensors(samples) if is_usual else None
     return default_collate(samples) if batch is None else batch
 

@@ -11,10 +11,10 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import seed_generators, without_draws
+from trainer_kit.utils.rng import seed_generators, try_without_draws
 
-_SAMPLE, _COLLATE = 1, 2
-"""Keep the seeds of samples and of collation apart, and apart from those of the steps (`Strategy.seed`)."""
+_SAMPLE, _COLLATE, _FIRST = 1, 2, 3
+"""Keep the seeds of samples, of collation and of first readings apart, and apart from those of the steps."""
 
 
 class Fetcher(Dataset[Any]):
@@ -22,9 +22,9 @@ class Fetcher(Dataset[Any]):
 
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
     the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
-    batch is first read with one seed of torch's generator. If that changes a generator, the batch is read again with a
-    seed per sample, and so are all later batches. Generators that the dataset or the collator keep for themselves are
-    seeded with the global ones.
+    batch is first read with one seed (see `try_without_draws`). If that changes a generator, the batch is read again
+    with a seed per sample, and so are all later batches. Generators that the dataset or the collator keep for
+    themselves are seeded with the global ones.
 
     Args:
         dataset: A map-style dataset.
@@ -54,7 +54,8 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, slot: BatchIndices) -> Any:
         if not (self.draws or self._own_generators):
-            read = without_draws(lambda: self.collate(self._samples(slot.indices)), slot.indices[0])
+            seed = mix(self.seed, slot.epoch, slot.indices[0], _FIRST)
+            read = try_without_draws(lambda: self.collate(self._samples(slot.indices)), seed)
             if read is not None:
                 return read[0]
             self.draws = True

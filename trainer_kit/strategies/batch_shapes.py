@@ -70,10 +70,11 @@ class ShapeLedger:
         self.latest: BatchShape | None = None
         self.complete = True
         self._shapes: dict[tuple[bool, Any], BatchShape] = {}
+        self._unused: BatchShape | None = None  # may have a count of 0
 
     def __len__(self) -> int:
         """Return the number of different shapes in training and evaluation."""
-        return sum(shape.count > 0 for shape in self._shapes.values())
+        return len(self._shapes) - (self._unused is not None and not self._unused.count)
 
     def record(self, batch: Any) -> None:
         """Count the shapes of a batch."""
@@ -85,6 +86,10 @@ class ShapeLedger:
         if shape.kind == EVALUATION:
             return
         shape.count -= 1
+        if not shape.count:  # the newest one of these stays: it is likely to come again
+            if self._unused is not None and not self._unused.count:
+                self._shapes.pop((True, self._unused.signature), None)
+            self._unused = shape
         other = self._shapes.get((False, shape.signature))
         if other is None:
             other = self._keep(False, BatchShape(EVALUATION, shape.columns, shape.first, 0, shape.signature))
@@ -97,12 +102,13 @@ class ShapeLedger:
             kind = TRAINING if trains else EVALUATION
             shape = self.newest = self._keep(trains, BatchShape(kind, columns, self.batches, 0, signature))
         elif not shape.count:  # those before were for evaluation
-            shape.first = self.batches
+            self.newest, shape.first = shape, self.batches
+            self._shapes[trains, signature] = self._shapes.pop((trains, signature))
         shape.count += 1
         return shape
 
     def _keep(self, trains: bool, shape: BatchShape) -> BatchShape:
-        if len(self._shapes) < _MOST:
+        if len(self) < _MOST:
             self._shapes[trains, shape.signature] = shape
         else:
             self.complete = False

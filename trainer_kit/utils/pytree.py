@@ -59,7 +59,8 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
         ]
         if type(tree) is list:
             return values
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        is_named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+        return type(tree)(*values) if is_named else type(tree)(values)
     if callable(getattr(tree, "to", None)):
         return tree.to(device, non_blocking=non_blocking)
     return map_tensors(lambda tensor: move(tensor, device, non_blocking), tree)

@@ -13,11 +13,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 _WORDS = 624
 _WORDS_BYTES = 4 * _WORDS
 """Memory of the words of a Mersenne Twister (MT19937), which all three generators are."""
+
+_STARTS = 16
+"""Number of states in which a first reading may find numpy's and Python's generators; few, so that they are kept."""
+
+_TORCH_FIELDS = struct.Struct(f"=13s3x4s{_WORDS_BYTES}s4x4s?3x8s?7x")
+"""Fields of torch's `CPUGeneratorImpl`: those of its engine, `at::mt19937_data_pod` (seed, draws left and a flag; next
+word; words), and the two normal numbers that it keeps, each with a flag."""
+
+_TO_WORDS = 20
+"""Bytes of these fields before the words."""
 
 
 def seed_generators(value: int) -> None:
@@ -57,7 +68,7 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 class KeptGenerators:
-    """States of the generators of the host, copied as memory where possible: about 1 µs, and as much to compare.
+    """States of the generators of the host, copied as memory where possible, which takes about 1 µs.
 
     Args:
         device: A CUDA device whose generator is kept too; another device, or None, is ignored.
@@ -76,26 +87,28 @@ class KeptGenerators:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
-def without_draws(read: Callable[[], T], seed: int) -> tuple[T] | None:
-    """Read something with torch's generator seeded alone, which is cheap, in the hope that it draws no random numbers.
+def try_without_draws(read: Callable[[], T], seed: int) -> tuple[T] | None:
+    """Read something in the hope that it draws no random numbers, without the time that seeding all generators takes.
+
+    The generators are in a state that depends on the seed alone: what a dataset makes of a state without drawing, such
+    as a generator of its own, is the same in each process.
 
     Args:
-        read: Returns what is read.
-        seed: What `torch.initial_seed()` returns then.
+        read: Returns what is read; what it raises counts only if it has drawn nothing.
+        seed: Seed of torch's generator. Numpy's and Python's get one of a few states.
 
     Returns:
         A tuple with what was read; None if it has to be read again, with all generators seeded, since one has changed.
     """
-    torch.default_generator.manual_seed(seed)
     host = _host()
-    states = host.states()
+    states = host.start(seed)
     try:
         result = read()
     except Exception:
-        if host.have_left(states):
+        if host.differ_from(states):
             return None
         raise
-    return None if host.have_left(states) else (result,)
+    return None if host.differ_from(states) else (result,)
 
 
 class _Memory:
@@ -116,7 +129,7 @@ class _Python:
         self.random: Any = random._inst
         self.memory = _python_memory()
         if self.memory is not None:
-            self._index, self.words = self.memory.view[:4].cast("i"), self.memory.view[4:]
+            self._index, self._words = self.memory.view[:4].cast("i"), self.memory.view[4:]
         self._seeded = np.random.MT19937()
         self._seeder = np.random.RandomState(self._seeded)
         self._seeded_words = _Memory(self._seeded.ctypes.state_address, _WORDS_BYTES).view
@@ -139,7 +152,7 @@ class _Python:
         if self.memory is None:
             random.setstate((3, (*self._seeded.state["state"]["key"].tolist(), _WORDS), None))
             return
-        self.words[:] = self._seeded_words
+        self._words[:] = self._seeded_words
         self._index[0] = _WORDS  # all of them are to come
         self.random.gauss_next = None
 
@@ -161,15 +174,16 @@ class _Numpy:
         return generator, self.words.read(), self.normal.read()
 
     def restore(self, state: Any) -> None:
-        if _bit_generator() is not state[0]:
-            np.random.set_bit_generator(state[0])  # type: ignore[attr-defined]
-        if len(state) == 2:
-            np.random.set_state(state[1])
+        generator, words, *normal = state
+        if _bit_generator() is not generator:
+            np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+        if not normal:
+            np.random.set_state(words)
             return
         assert self.words is not None
         assert self.normal is not None
-        self.words.write(state[1])
-        self.normal.write(state[2])
+        self.words.write(words)
+        self.normal.write(normal[0])
 
 
 class _Torch:
@@ -180,10 +194,7 @@ class _Torch:
         self.memory = _torch_memory(self.generator)
 
     def state(self) -> bytes:
-        if self.memory is not None:
-            return self.memory.read()
-        state = self.generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        return _state_bytes(self.generator) if self.memory is None else self.memory.read()
 
     def restore(self, state: bytes) -> None:
         if self.memory is not None:
@@ -192,22 +203,28 @@ class _Torch:
             self.generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-class _Host:
-    """The generators of this process."""
+class _HostGenerators:
+    """The generators of this process.
+
+    Attributes:
+        reads: Functions that read the memory of their states, if all are known; else None.
+    """
 
     def __init__(self) -> None:
         self.python, self.numpy, self.torch = _Python(), _Numpy(), _Torch()
         memories = self.python.memory, self.numpy.words, self.numpy.normal, self.torch.memory
         self.reads = None if None in memories else [memory.read for memory in memories if memory is not None]
+        self._starts: dict[int, tuple[Any, ...]] = {}
+        self._bit_generator = np.random.get_bit_generator  # type: ignore[attr-defined]  # without a call more
 
     def states(self) -> tuple[Any, ...]:
-        """Return the states: all as memory at once, or converted one by one."""
-        if self.reads is None or np.random.get_bit_generator() is not self.numpy.generator:  # type: ignore[attr-defined]
+        """Return the states, torch's last: five values as memory, at once, or three that are converted one by one."""
+        if self.reads is None or self._bit_generator() is not self.numpy.generator:
             return self.python.state(), self.numpy.state(), self.torch.state()
         python, words, normal, of_torch = self.reads
         return self.python.random.gauss_next, python(), words(), normal(), of_torch()
 
-    def have_left(self, states: tuple[Any, ...]) -> bool:
+    def differ_from(self, states: tuple[Any, ...]) -> bool:
         """Return whether a generator has another state now."""
         now = self.states()
         if now == states:
@@ -216,18 +233,34 @@ class _Host:
         return now[:-1] != states[:-1] or self.reads is None or _used_fields(now[-1]) != _used_fields(states[-1])
 
     def restore(self, states: tuple[Any, ...]) -> None:
-        """Restore the states that `states` returned."""
+        """Restore what `states` returned."""
         if len(states) == 5:
             gauss, words, numpy_words, normal, of_torch = states
             states = (words, gauss), (self.numpy.generator, numpy_words, normal), of_torch
-        for restore, state in zip((self.python.restore, self.numpy.restore, self.torch.restore), states, strict=True):
-            restore(state)
+        for generator, state in zip((self.python, self.numpy, self.torch), states, strict=True):
+            generator.restore(state)  # type: ignore[attr-defined]
+
+    def start(self, seed: int) -> tuple[Any, ...]:
+        """Seed torch's generator, set the others to one of a few states by the seed; return all states."""
+        number = seed % _STARTS
+        start = self._starts.get(number)
+        if start is None or len(start) != 4 or self.reads is None or self._bit_generator() is not self.numpy.generator:
+            seed_generators(number)
+            start = self._starts[number] = self.states()[:-1]
+        else:
+            gauss, words, numpy_words, normal = start
+            self.python.random.gauss_next = gauss
+            self.python.memory.view[:] = words  # type: ignore[union-attr]  # known, as all are
+            self.numpy.words.view[:] = numpy_words  # type: ignore[union-attr]
+            self.numpy.normal.view[:] = normal  # type: ignore[union-attr]
+        self.torch.generator.manual_seed(seed)
+        return *start, self.torch.state()
 
 
 @functools.cache
-def _host() -> _Host:
+def _host() -> _HostGenerators:
     """Find the generators at their first use: it takes a millisecond, and the import of numpy's."""
-    return _Host()
+    return _HostGenerators()
 
 
 def _comparable(state: Any) -> Any:
@@ -239,6 +272,11 @@ def _comparable(state: Any) -> Any:
 
 def _bit_generator() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
+
+
+def _state_bytes(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _python_memory() -> _Memory | None:
@@ -254,52 +292,66 @@ def _python_memory() -> _Memory | None:
 
 
 def _numpy_memory(generator: Any) -> tuple[_Memory | None, _Memory | None]:
-    """Return the words and index of numpy's generator, and the normal number that it keeps; None if not found."""
+    """Return the words and the index of numpy's generator, and the normal number that it keeps with its flag.
+
+    Each is None if it is not found. The place of the number is looked for in a generator of its own.
+    """
     if type(generator) is not np.random.MT19937 or sys.implementation.name != "cpython":
         return None, None
-    owner = np.random.mtrand._rand
-    fields = _Memory(id(owner) + object.__basicsize__, type(owner).__basicsize__ - object.__basicsize__)
-    state, kept = np.random.get_state(legacy=False), struct.pack("iid", 1, 0, 0.123456789)
-    np.random.set_state(state | {"has_gauss": 1, "gauss": 0.123456789})
-    # The number follows a flag: the bytes between them may be anything.
-    place = fields.read().find(kept[8:]) - 8
-    found = place >= 0 and fields.read()[place : place + 4] == kept[:4]
-    np.random.set_state(state)
     words = _Memory(generator.ctypes.state_address, _WORDS_BYTES + 4)
-    return words, _Memory(id(owner) + object.__basicsize__ + place, 16) if found else None
+    owner, other = np.random.mtrand._rand, np.random.RandomState()
+    number = struct.pack("d", 0.123456789)
+    other.set_state(other.get_state(legacy=False) | {"has_gauss": 1, "gauss": 0.123456789})
+    size = type(other).__basicsize__ - object.__basicsize__
+    # The flag is before the number: the bytes between them may be anything.
+    offset = object.__basicsize__ + _Memory(id(other) + object.__basicsize__, size).read().find(number) - 8
+    if type(owner) is not type(other) or offset < object.__basicsize__:
+        return words, None
+    normal, state = _Memory(id(owner) + offset, 16), np.random.get_state(legacy=False)
+    flag, found = struct.unpack("i4xd", normal.read())
+    is_known = flag == state["has_gauss"] and (not flag or found == state["gauss"])
+    return words, normal if is_known else None
 
 
 def _torch_memory(generator: Any) -> _Memory | None:
-    """Return the engine of torch's generator and the normal numbers that it keeps; None if they are not found."""
-    state = generator.get_state()
-    words = state[24 : 24 + 8 * _WORDS].view(torch.int64).to(torch.uint32).numpy().tobytes()
-    seed = struct.pack("Q", generator.initial_seed())
-    for place in range(generator._cdata, generator._cdata + 512, 4):
-        if ctypes.string_at(place, 8) == seed and ctypes.string_at(place + _TO_WORDS, 8) == words[:8]:
-            memory = _Memory(place, _TORCH_FIELDS.size)
-            is_found = _TORCH_FIELDS.unpack(memory.read())[2] == words and _shows_each_use(memory, generator)
-            generator.set_state(state)
-            if is_found:
-                return memory
+    """Return the engine of torch's generator and the normal numbers that it keeps; None if they are not found.
+
+    Their place is looked for in a generator of its own, in which each use has to show.
+    """
+    with _disable_current_modes():  # such as that of fake tensors, which draw nothing
+        other: Any = torch.Generator().manual_seed(0x5EED_0F_70_4C_11)
+        offset = _torch_offset(other)
+        if offset is None or not _shows_each_use(_Memory(other._cdata + offset, _TORCH_FIELDS.size), other):
+            return None
+    memory = _Memory(generator._cdata + offset, _TORCH_FIELDS.size)
+    is_same = type(generator) is type(other) and _TORCH_FIELDS.unpack(memory.read())[2] == _torch_words(generator)
+    return memory if is_same else None
+
+
+def _torch_offset(generator: Any) -> int | None:
+    seed, words = struct.pack("Q", generator.initial_seed()), _torch_words(generator)
+    for offset in range(0, 512, 4):
+        place = generator._cdata + offset
+        if ctypes.string_at(place, 8) == seed and ctypes.string_at(place + _TO_WORDS, _WORDS_BYTES) == words:
+            return offset
     return None
+
+
+def _torch_words(generator: torch.Generator) -> bytes:
+    """Return the words from a state, which has them in 64 bits each, after 24 bytes."""
+    return np.frombuffer(_state_bytes(generator), np.uint64, _WORDS, 24).astype(np.uint32).tobytes()
 
 
 def _shows_each_use(memory: _Memory, generator: torch.Generator) -> bool:
     """Return whether each draw changes the memory, and writing it back restores the generator."""
-    before, state = memory.read(), generator.get_state()
+    before, state = memory.read(), _state_bytes(generator)
     seen = [before]
     for dtype in (torch.float32, torch.float64):
         for draw in (torch.rand, torch.randn, torch.randn):  # the second normal number of a pair is kept
             draw(1, dtype=dtype, generator=generator, device="cpu")
             seen.append(memory.read())
     memory.write(before)
-    return len(set(map(_used_fields, seen))) == len(seen) and torch.equal(generator.get_state(), state)
-
-
-_TORCH_FIELDS = struct.Struct(f"=13s3x4s{_WORDS_BYTES}s4x4s?3x8s?7x")
-"""Fields of the C++ object: seed, draws left and a flag; next word; words; two normal numbers, with flags."""
-
-_TO_WORDS = 20
+    return len(set(map(_used_fields, seen))) == len(seen) and _state_bytes(generator) == state
 
 
 def _used_fields(memory: bytes) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,8 +51,8 @@ class Snapshot(NamedTuple):
     states: Mapping[str, tuple[Any, Tensors]]
     arguments: Any
     files: Mapping[str, bytes]
-    more_models: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
-    adapters: Mapping[str, Tensors] = dataclasses.field(default_factory=dict)
+    more_models: Mapping[str, Tensors]
+    adapters: Mapping[str, Tensors]
     division: Division | None = None
     writer: int = 0
 
