@@ -87,9 +87,14 @@ def test_an_evaluation_by_hand_takes_one_place_a_shape(monkeypatch: pytest.Monke
     monkeypatch.setattr(batch_shapes, "_MOST", 5)
     ledger = ShapeLedger(by_hand=True)
     for rows in range(1, 6):
-        ledger.record(text(rows, 16))
-        assert ledger.latest is not None
-        ledger.mark_evaluation(ledger.latest)
+        kept = []
+        for _ in range(3):
+            ledger.record(text(rows, 16))
+            assert ledger.latest is not None
+            kept.append(ledger.latest)
+            ledger.mark_evaluation(ledger.latest)
+        assert kept == [kept[0]] * 3
+        assert all(each is kept[0] for each in kept), "made once"
     assert (len(ledger), len(ledger.of("evaluation")), ledger.complete) == (5, 5, True)
     ledger.record(text(6, 16))
     assert not ledger.complete

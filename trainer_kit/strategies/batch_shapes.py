@@ -86,10 +86,10 @@ class ShapeLedger:
         if shape.kind == EVALUATION:
             return
         shape.count -= 1
-        if not shape.count:  # the newest one of these stays: it is likely to come again
-            if self._unused is not None and not self._unused.count:
-                self._shapes.pop((True, self._unused.signature), None)
-            self._unused = shape
+        if not shape.count and shape is not (before := self._unused):
+            if before is not None and not before.count:
+                self._shapes.pop((True, before.signature), None)
+            self._unused = shape  # stays, as the newest one of these: it is likely to come again
         other = self._shapes.get((False, shape.signature))
         if other is None:
             other = self._keep(False, BatchShape(EVALUATION, shape.columns, shape.first, 0, shape.signature))

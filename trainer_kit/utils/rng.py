@@ -213,6 +213,7 @@ class _HostGenerators:
     def __init__(self) -> None:
         self.python, self.numpy, self.torch = _Python(), _Numpy(), _Torch()
         memories = self.python.memory, self.numpy.words, self.numpy.normal, self.torch.memory
+        self._memories = [memory for memory in memories[:3] if memory is not None]
         self.reads = None if None in memories else [memory.read for memory in memories if memory is not None]
         self._starts: dict[int, tuple[Any, ...]] = {}
         self._bit_generator = np.random.get_bit_generator  # type: ignore[attr-defined]  # without a call more
@@ -234,27 +235,33 @@ class _HostGenerators:
 
     def restore(self, states: tuple[Any, ...]) -> None:
         """Restore what `states` returned."""
-        if len(states) == 5:
-            gauss, words, numpy_words, normal, of_torch = states
-            states = (words, gauss), (self.numpy.generator, numpy_words, normal), of_torch
-        for generator, state in zip((self.python, self.numpy, self.torch), states, strict=True):
-            generator.restore(state)  # type: ignore[attr-defined]
+        *others, of_torch = states
+        if len(others) == 4:
+            self._write(*others)
+        else:
+            self.python.restore(others[0])
+            self.numpy.restore(others[1])
+        self.torch.restore(of_torch)
 
     def start(self, seed: int) -> tuple[Any, ...]:
         """Seed torch's generator, set the others to one of a few states by the seed; return all states."""
         number = seed % _STARTS
         start = self._starts.get(number)
-        if start is None or len(start) != 4 or self.reads is None or self._bit_generator() is not self.numpy.generator:
+        if start is not None and len(start) == 4 and self._bit_generator() is self.numpy.generator:
+            self._write(*start)
+        else:
             seed_generators(number)
             start = self._starts[number] = self.states()[:-1]
-        else:
-            gauss, words, numpy_words, normal = start
-            self.python.random.gauss_next = gauss
-            self.python.memory.view[:] = words  # type: ignore[union-attr]  # known, as all are
-            self.numpy.words.view[:] = numpy_words  # type: ignore[union-attr]
-            self.numpy.normal.view[:] = normal  # type: ignore[union-attr]
         self.torch.generator.manual_seed(seed)
         return *start, self.torch.state()
+
+    def _write(self, gauss: float | None, words: bytes, numpy_words: bytes, normal: bytes) -> None:
+        """Restore the states of Python's and numpy's generators as memory."""
+        if self._bit_generator() is not self.numpy.generator:
+            np.random.set_bit_generator(self.numpy.generator)  # type: ignore[attr-defined]
+        self.python.random.gauss_next = gauss
+        for memory, content in zip(self._memories, (words, numpy_words, normal), strict=True):
+            memory.view[:] = content
 
 
 @functools.cache
