@@ -22,7 +22,7 @@ def test_ci_runs_the_default_and_then_all_that_it_leaves_out() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     first, *_, last = [line for line in lines if "-m pytest" in line]
     assert first == "python -m pytest"
-    assert last == lines[-1] == f'python -m pytest -n $(($(nproc) + 2)) -m "not ({default(parser)})"'
+    assert last == lines[-1] == f'python -m pytest -n $(($(nproc) + 1)) -m "not ({default(parser)})"'
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "xla").glob("test_*.py")), ids=lambda path: path.stem)
