@@ -140,6 +140,8 @@ class ResultMethods:
             **metadata: Fields of the card, under transformers' names (`finetuned_from`, `tasks`, `dataset_tags`) or
                 those of `huggingface_hub.ModelCardData`.
         """
+        from trainer_kit.report.card import model_card  # at the end of a run, if at all
+
         folder = Path(self.args.output_dir)
         if not self.run.strategy.is_main:
             return
@@ -151,8 +153,6 @@ class ResultMethods:
             fields["pipeline_tag"] = task[0] if task else None
         if isinstance(names := fields.get("datasets"), str):
             fields["datasets"] = [names]
-        from trainer_kit.report.card import model_card  # at the end of a run, if at all
-
         if Path(str(fields.get("base_model"))).is_dir():  # a card names no folders
             fields["base_model"] = None
         given = {name: value for name, value in fields.items() if value is not None}

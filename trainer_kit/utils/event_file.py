@@ -135,7 +135,7 @@ def _record(content: bytes) -> bytes:
 
 def _masked_checksum(content: bytes) -> bytes:
     checksum = crc32c(content)
-    # Rotated and moved, since the checksum of a string with a checksum in it would be weak.
+    # As TFRecord prescribes: the checksum of bytes that hold checksums themselves would be weak.
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 

@@ -237,6 +237,8 @@ class _HostGenerators:
         """Restore what `states` returned."""
         *others, of_torch = states
         if len(others) == 4:
+            if self._bit_generator() is not self.numpy.generator:
+                np.random.set_bit_generator(self.numpy.generator)  # type: ignore[attr-defined]
             self._write(*others)
         else:
             self.python.restore(others[0])
@@ -256,9 +258,7 @@ class _HostGenerators:
         return *start, self.torch.state()
 
     def _write(self, gauss: float | None, words: bytes, numpy_words: bytes, normal: bytes) -> None:
-        """Restore the states of Python's and numpy's generators as memory."""
-        if self._bit_generator() is not self.numpy.generator:
-            np.random.set_bit_generator(self.numpy.generator)  # type: ignore[attr-defined]
+        """Write the states of Python's and numpy's generators as memory; numpy's is the one that was found."""
         self.python.random.gauss_next = gauss
         for memory, content in zip(self._memories, (words, numpy_words, normal), strict=True):
             memory.view[:] = content
