@@ -12,7 +12,7 @@ from kit.meetings import Meetings, together
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.errors import ProcessesLeft, ProcessFailed
-from trainer_kit.launch import elastic_rendezvous
+from trainer_kit.launch import elastic_rendezvous, link
 from trainer_kit.launch.link import IsNewcomerError, RunEndedError
 from trainer_kit.launch.membership import Readiness
 from trainer_kit.launch.news import BEGINS, CHANGE, FAILED, OPEN, OUTCOME, Change, News
@@ -245,6 +245,31 @@ def test_a_spare_can_prepare_once_the_run_takes_in_newcomers(change: str, elasti
         others[1].shutdown()
         again = ThreadPoolExecutor(1).submit(others[0].next_rendezvous)
         assert waits.result(timeout=30).world_size == again.result(timeout=30).world_size == 2
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_newcomer_waits_for_a_run_that_has_just_changed_its_machines(
+    opens: bool, elastic: Meetings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the ranks of all would end and start again."""
+    monkeypatch.setattr(link, "_OPENING_SECONDS", 60.0 if opens else 1.0)
+    machines = [elastic.machine(number, last_call=0.5) for number in range(3)]
+    *others, late = machines
+    infos = together(*(machine.next_rendezvous for machine in others))
+    late.can_prepare, late.readiness = True, Readiness.PREPARING
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(late.next_rendezvous)
+        time.sleep(0.5)
+        assert not infos[0].store.check([CHANGE])
+        if opens:
+            infos[0].store.set(OPEN, "digest")
+            with pytest.raises(IsNewcomerError):
+                waits.result(timeout=30)
+            assert not infos[0].store.check([CHANGE])
+            return
+        assert not Change.from_json(infos[0].store.get(CHANGE)).in_process
+        assert {info.world_size for info in together(*(machine.next_rendezvous for machine in others))} == {3}
+        assert waits.result(timeout=30).world_size == 3
 
 
 @pytest.mark.parametrize("can_prepare", [True, False])

@@ -310,6 +310,8 @@ def test_ranks_start_with_the_others_where_they_cannot_join(way: str, meeting: t
     assert own.begin() is None
     assert run.announced == []
     assert run.has_left_store == (way == "lost"), "the meeting finds another one"
+    expected = Readiness.PREPARING if way == "unknown" else Readiness.NOT_STARTED
+    assert run.readiness is expected, "the run may take in newcomers in a moment"
 
 
 def test_ranks_prepare_and_are_ready_and_join(meeting: tuple[Newcomer, Meeting, Clock]) -> None:
@@ -346,7 +348,7 @@ def test_ranks_that_cannot_join_start_again_with_the_others(
         run.published = None
         run.readiness = Readiness.PREPARING
     assert own.outlook("new/digest") is Outlook.START_AGAIN
-    assert run.readiness is Readiness.NOT_STARTED
+    assert run.readiness is (Readiness.PREPARING if way == "lost" else Readiness.NOT_STARTED)
     is_told = run.announced[-1] is Readiness.NOT_STARTED  # before the ranks have ended
     assert is_told == (way != "lost")
     assert run.has_left_store == (way == "lost")

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from trainer_kit.launch import other_stores
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.membership import Membership
-from trainer_kit.launch.other_stores import OtherStores
+from trainer_kit.launch.other_stores import OtherStores, better_store
 from trainer_kit.launch.published import MEMBERSHIP, Published
 from trainer_kit.launch.store import serve_store
 
@@ -92,3 +92,29 @@ def test_an_answer_of_long_ago_counts_no_more(monkeypatch: pytest.MonkeyPatch) -
         number = 9
         clock.now += 6
         assert candidate.published(60) == {0: 9}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "formed", "last", "better"),
+    [
+        ({0: 3, 2: 5, 3: 9}, 1, 4, 4, 2),
+        ({0: 4}, None, 0, 4, None),
+        ({0: 5}, None, 0, 4, 0),
+        ({0: 0}, 1, 0, 0, 0),
+        ({1: 0}, 0, 0, 4, None),
+        ({0: 0}, 1, 4, 4, 0),
+        ({0: 3}, 1, 0, 4, 0),
+        ({0: 3}, 1, 4, 4, None),
+        ({0: 0}, 1, 5, 4, None),
+        ({1: 5}, 1, 4, 4, None),
+    ],
+    ids=[
+        "newer", "not newer", "newer than the last", "both new", "the first one", "another one in its place",
+        "it may be needed", "left behind", "this one has formed", "the same one",
+    ],
+)  # fmt: skip
+def test_where_machines_wait(
+    there: dict[int, int], here: int | None, formed: int, last: int, better: int | None
+) -> None:
+    """A store with an older membership is one that was cut off, or an answer of before its end."""
+    assert better_store(there, here, formed, last) == better

@@ -21,7 +21,7 @@ from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.link import STILL_TRAINING, IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
-from trainer_kit.launch.other_stores import OtherStores
+from trainer_kit.launch.other_stores import OtherStores, better_store
 from trainer_kit.launch.published import BEGUN, ENDED, End, Facts, Here, Published
 from trainer_kit.launch.rendezvous import Waiting
 from trainer_kit.launch.served_store import ServedStore
@@ -316,15 +316,12 @@ class ElasticRendezvous(RendezvousHandler):
         """Look for another candidate's store that this machine should wait at."""
         formed = 0 if self._link is None else self._link.published().membership.number
         last = self._past[-1].number if self._past else 0
-        may_be_earlier = self._link is not None and formed <= last  # all wait at the first store that answers
-        there = self._others.published(_ANSWER_SECONDS)
-        for place, address in enumerate(self._candidates):
-            if self._link is not None and (place == self._own if self.serves else address == self._link.address):
-                may_be_earlier = False
-            elif place in there and (may_be_earlier or there[place] > max(formed, last)):
-                self._better = place
-                return True
-        return False
+        here = None
+        if self._link is not None:
+            here = self._own if self.serves else self._candidates.index(self._link.address)
+        place = better_store(self._others.published(_ANSWER_SECONDS), here, formed, last)
+        self._better = self._better if place is None else place
+        return place is not None
 
     # The meeting
 
@@ -351,6 +348,11 @@ class ElasticRendezvous(RendezvousHandler):
                 raise
             self._end = End.GIVEN_UP
             raise CutOffError(f"{here.describe(host)}: {STILL_TRAINING}") from error
+        if self.readiness is Readiness.PREPARING:  # the run may take in newcomers in a moment
+            link.wait_for_opening(published().membership.number, lambda: self._is_stopped() or has_place())
+            if not is_open():
+                self.readiness = Readiness.NOT_STARTED
+                self.announce()
         self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
         if not has_place():
             raise IsNewcomerError

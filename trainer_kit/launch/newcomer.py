@@ -61,9 +61,14 @@ class Newcomer:
         try:
             may_prepare = rendezvous.can_prepare and not rendezvous.is_outvoted()
             running = rendezvous.running() if may_prepare else None
-            if running is None or not rendezvous.open_for(running):
+            if running is None:
+                return None
+            digest = rendezvous.open_for(running)
+            if digest == "":
                 return None
             rendezvous.readiness = Readiness.PREPARING
+            if digest is None:  # the meeting waits for a training that has just changed its machines
+                return None
             rendezvous.announce()
         except RuntimeError:  # the store is gone, or another one is better
             self._start_with_others()
@@ -99,9 +104,11 @@ class Newcomer:
         return outlook
 
     def _start_with_others(self) -> None:
-        """Let the meeting find another store."""
-        self._rendezvous.readiness = Readiness.NOT_STARTED
-        self._rendezvous.leave_store()
+        """Let the meeting find another store, where a newcomer is one again unless the others need it."""
+        rendezvous = self._rendezvous
+        is_newcomer = rendezvous.readiness in (Readiness.PREPARING, Readiness.READY)
+        rendezvous.readiness = Readiness.PREPARING if is_newcomer else Readiness.NOT_STARTED
+        rendezvous.leave_store()
 
     def withdraw(self) -> None:
         """Take no place, since the ranks end."""

@@ -1,9 +1,10 @@
-"""`OtherStores`: asks the other candidates for the store which memberships they know."""
+"""`OtherStores`: asks the other candidates for the store which memberships they know, and which one is better."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 from torch._C._distributed_c10d import PrefixStore
@@ -55,6 +56,26 @@ class OtherStores:
 
     def _ask(self, address: str) -> Future[int | None]:
         return in_background(lambda: _published_at(address, self._port, self._run_id), "trainer_kit other stores")
+
+
+def better_store(there: Mapping[int, int], here: int | None, formed: int, last: int) -> int | None:
+    """Return the place of another store that a machine should wait at; None if there is none.
+
+    That is the store of a newer membership. Without one, all machines wait for the next membership at the first store
+    that answers, unless its membership is older than that of this machine's store: its machines come to this one.
+
+    Args:
+        there: Numbers of the memberships in the stores of the other candidates, by place.
+        here: Place of the store that the machine waits at; None without one.
+        formed: Number of the membership in that store; 0 before the first.
+        last: Number of the machine's last membership; 0 before the first.
+    """
+    for place, number in sorted(there.items()):
+        is_earlier = here is not None and place < here and formed <= last
+        is_newer = number > max(formed, last)
+        if place != here and (is_newer or (is_earlier and not 0 < number < formed)):
+            return place
+    return None
 
 
 def _published_at(address: str, port: int, run_id: str) -> int | None:
