@@ -41,7 +41,6 @@ from trainer_kit.checkpoint.format.trainer_state import (
 )
 from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
-from trainer_kit.checkpoint.peer_copies import PeerCopier
 from trainer_kit.checkpoint.recovery import newest_step, recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.checkpoint.user_states import check_stateful, restore_stateful
@@ -53,10 +52,9 @@ from trainer_kit.data.source import data_length, data_source, order_facts
 from trainer_kit.errors import CutOffError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
+from trainer_kit.utils import run_log
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.run_lock import RunLock, ended_holder
-from trainer_kit.utils.run_log import NAME as LOG
-from trainer_kit.utils.run_log import logged_after
 from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
@@ -92,12 +90,15 @@ class CheckpointManager:
         self.resumed_from: Path | None = None
         self.lock = RunLock(self.folder)
         self.saver = AsyncSaver(run, self.is_of_this_run, self.lock.confirm)
-        self.copier = None if run.copies_folder is None else PeerCopier(self.saver, run.copies_folder)
+        self.copier = None
+        if run.copies_folder is not None:
+            from trainer_kit.checkpoint.peer_copies import PeerCopier  # imports all that processes communicate by
+
+            self.copier = PeerCopier(self.saver, run.copies_folder)
         self.metric: tuple[int, float] | None = None
-        self.has_taken_folder = False
+        self.has_taken_folder = self._starts_again = False  # the latter: whether the caller requested a resume
         self._plan: RunLength | None = None
         self._made: list[Path] = []  # folders that this start created
-        self._starts_again = False  # whether the caller requested a resume
         self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
 
@@ -230,8 +231,8 @@ class CheckpointManager:
         if directory is not None:
             self._load(directory)
             assert self.resumed_from is not None
-            ledger, log = read_ledger(directory), self.resumed_from.with_name(LOG)
-            work = run.strategy.collectives.on_main(lambda: logged_after(log, ledger["time"], run.state.step))
+            ledger, log = read_ledger(directory), self.resumed_from.with_name(run_log.NAME)
+            work = run.strategy.collectives.on_main(lambda: run_log.logged_after(log, ledger["time"], run.state.step))
             run.ledger.go_on(ledger, *work)
             if isinstance(run.lr_scheduler, Schedule):
                 run.lr_scheduler.go_on_at(self.plan.schedule_step)
@@ -437,9 +438,8 @@ class CheckpointManager:
         """Return the existing checkpoints of this training, up to the step at which it resumes."""
         assert self.resumed_from is not None
         known = [each for each in read_committed(trainer) if (self.folder / each.name).is_dir()]
-        if self.resumed_from.parent.resolve() == self.folder.resolve():
-            return known
-        return [each for each in known if self.is_of_this_run(self.folder / each.name)]
+        is_own = self.resumed_from.parent.resolve() == self.folder.resolve()
+        return [each for each in known if is_own or self.is_of_this_run(self.folder / each.name)]
 
     def close_copier(self, is_complete: bool) -> None:
         """End the copies in memory; those of a complete run are removed."""

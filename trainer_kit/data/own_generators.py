@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import random
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import mix
 
-_STDLIB = sysconfig.get_path("stdlib")
+_STDLIB = os.path.dirname(os.__file__)
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
 _LONGEST = 100
 """Longest list or dict to look through: a longer one holds data."""
