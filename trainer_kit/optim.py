@@ -37,7 +37,7 @@ _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 _SGD_DEVICES = {"cpu", "cuda"}
 
 # Matches LayerNorm, BatchNorm2d, LlamaRMSNorm and LayerNormalization, but not LogNormal.
-_NORM_NAME = re.compile(r"norm(?!al(?!i))", re.IGNORECASE)
+_NORM_NAME = r"(?i)norm(?!al(?!i))"
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
@@ -217,7 +217,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return any(_NORM_NAME.search(cls.__name__) for cls in type(module).__mro__)
+    return any(re.search(_NORM_NAME, cls.__name__) for cls in type(module).__mro__)
 
 
 def _can_fuse(groups: list[dict[str, Any]], devices: Collection[str] = _FUSED_DEVICES) -> bool:

@@ -17,7 +17,7 @@ from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.utils.units import GIB, format_duration, format_size
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Run:
     """The parts of a training run.
 

@@ -29,8 +29,8 @@ logger = logging.getLogger("trainer_kit")
 MARKER = ".copies"
 """File in the output folder that says where the copies of its run are in memory."""
 
-_ID = re.compile(r"[0-9a-f]{32}")
-_FOLDER = re.compile(r"([0-9]+-[0-9a-f]{8})-[0-9]+-[0-9]+")
+_ID = r"[0-9a-f]{32}"
+_FOLDER = r"([0-9]+-[0-9a-f]{8})-[0-9]+-[0-9]+"
 
 
 class Generation(NamedTuple):
@@ -185,7 +185,7 @@ def folders_of(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name of the generation and the path of each folder in that of a run."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in sorted(folder.iterdir()):
-            if (match := _FOLDER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+            if (match := re.fullmatch(_FOLDER, path.name)) and path.is_dir() and not path.is_symlink():
                 yield match[1], path
 
 
@@ -259,7 +259,7 @@ def read_marker(output_dir: Path) -> Marker | None:
     if not isinstance(content, dict) or not all(isinstance(content.get(name), str) for name in Marker._fields):
         return None
     marker = Marker(*(content[name] for name in Marker._fields))
-    if not (_ID.fullmatch(marker.folder_id) and _ID.fullmatch(marker.start_id)):
+    if not (re.fullmatch(_ID, marker.folder_id) and re.fullmatch(_ID, marker.start_id)):
         return None
     if marker.output_dir != str(output_dir.resolve()):
         logger.info("copies in memory belong to %s, not to %s: they are not used", marker.output_dir, output_dir)

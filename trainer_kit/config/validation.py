@@ -285,9 +285,7 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError(f"{path}: is no valid YAML: {error}") from error
 
 
-_YAML_FLOAT = re.compile(
-    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
+_YAML_FLOAT = r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 _YAML_FLOAT_BEGINS = list("-+.0123456789")
 
 
@@ -308,7 +306,7 @@ def parse_yaml(text: str) -> Any:
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver(bool_tag, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-    Loader.add_implicit_resolver(float_tag, _YAML_FLOAT, _YAML_FLOAT_BEGINS)
+    Loader.add_implicit_resolver(float_tag, re.compile(_YAML_FLOAT), _YAML_FLOAT_BEGINS)
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -321,7 +319,7 @@ def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     class Dumper(yaml.SafeDumper):
         """Quotes strings such as "1e5" too, which `parse_yaml` reads as numbers."""
 
-    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, _YAML_FLOAT_BEGINS)
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_YAML_FLOAT), _YAML_FLOAT_BEGINS)
     path.write_text(yaml.dump(values, Dumper=Dumper, sort_keys=False), encoding="utf-8")
 
 

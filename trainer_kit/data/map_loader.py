@@ -28,7 +28,7 @@ from trainer_kit.loss.batch import Counts, count
 from trainer_kit.utils.rng import seed_generators
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class GlobalBatch:
     """The micro-batches of one optimizer step, counted before the first forward pass.
 
@@ -81,7 +81,7 @@ class GlobalBatch:
         self.shifted = sums[3] if isinstance(self.shifted, int) else reduce(self.shifted)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class MicroBatch:
     """The batch of one forward and backward pass.
 

@@ -69,7 +69,7 @@ class _StatefulBatches(ReadyBatches):
             self.batches.load_state_dict(state_dict["batches"])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DataSource:
     """Data as the loaders read it. A value of None leaves a setting to the arguments.
 

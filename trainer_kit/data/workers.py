@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 
 from trainer_kit.errors import WorkerError
+from trainer_kit.utils.process_identity import process_state
 
 _END = object()
 _LAST_SECONDS = 20
@@ -113,7 +113,7 @@ def _kill_stopped(iterator: Any) -> str:
     """Kill the stopped workers, which no other signal reaches; return words for the last one, empty without any."""
     found = ""
     for number, worker in enumerate(iterator._workers):
-        if worker.is_alive() and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:
+        if worker.is_alive() and process_state(worker.pid) == "stopped":
             found = f"DataLoader worker {number} (process {worker.pid}) is stopped (by SIGSTOP)"
             _forget_pids(iterator)
             worker.kill()

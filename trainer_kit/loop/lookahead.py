@@ -12,7 +12,7 @@ from trainer_kit.loss.batch import Counts
 T = TypeVar("T")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class EvalBatch:
     """A batch as `Strategy.prepare_loader` takes it.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class EvalPrediction:
     """The argument of `compute_metrics`, as in transformers; unpacks into predictions, labels and what else it holds.
 

@@ -14,7 +14,6 @@ from trainer_kit.checkpoint.user_states import check_stateful, check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.map_loader import LoaderConfig
-from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.loop.batch_size_finder import BatchSizeFinder
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
 from trainer_kit.loop.lr_schedule import make_run_scheduler
@@ -88,4 +87,4 @@ def set_up_training(
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)
     regrouping = Regrouping(checkpoints, reading, loader, loss, lr_scheduler is not None)
-    return TrainingLoop(evaluation, loader, step, checkpoints, sync, CrashDump(run, loss, loader), regrouping)
+    return TrainingLoop(evaluation, loader, step, checkpoints, sync, regrouping)

@@ -15,7 +15,6 @@ from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.config.event_schedule import Event, EventSchedule
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
-from trainer_kit.debugging.crash_dump import CrashDump
 from trainer_kit.errors import EvaluationInterrupted, LostProcessError, NonFiniteError
 from trainer_kit.loop.best_metric import BestMetric
 from trainer_kit.loop.evaluation_loop import EvaluationLoop
@@ -49,7 +48,6 @@ class TrainingLoop:
         step: Takes the optimizer steps.
         checkpoints: The checkpoint manager of the training.
         sync: Shares the ranks' requests.
-        crash_dump: Writes the state of the failed step if an error ends the run.
         regrouping: Lets the training continue when other processes are lost or join.
     """
 
@@ -60,16 +58,17 @@ class TrainingLoop:
         step: TrainStep,
         checkpoints: CheckpointManager,
         sync: RankSync,
-        crash_dump: CrashDump,
         regrouping: Regrouping,
     ) -> None:
+        from trainer_kit.debugging.crash_dump import CrashDump  # takes 3 ms
+
         self.run = evaluation.run
         self.args = evaluation.run.args
         self.events = evaluation.events
         self.loss = evaluation.probe.loss
         self.loader = loader
         self.checkpoints = checkpoints
-        self.crash_dump = crash_dump
+        self.crash_dump = CrashDump(self.run, self.loss, loader)
         self._evaluation = evaluation
         self._step = step
         self._sync = sync

@@ -9,9 +9,9 @@ import torch
 
 from trainer_kit.utils.wrappers import model_class
 
-_INPUTS = re.compile(r"must have the same dtype|should be the same|mixed dtype|does not match weight dtype")
-_WHOLE = re.compile(r"expected (target dtype to be|scalar type) Long")
-_FLOATS = re.compile(r"can't be cast to the desired output type Long|Found dtype Long but expected")
+_INPUTS = r"must have the same dtype|should be the same|mixed dtype|does not match weight dtype"
+_WHOLE = r"expected (target dtype to be|scalar type) Long"
+_FLOATS = r"can't be cast to the desired output type Long|Found dtype Long but expected"
 
 
 def explain_dtypes(
@@ -29,18 +29,18 @@ def explain_dtypes(
         The message; None if `error` is not a dtype error that this function knows.
     """
     text, name = str(error), model_class(module).__name__
-    if labels is not None and labels.is_floating_point and _WHOLE.search(text):
+    if labels is not None and labels.is_floating_point and re.search(_WHOLE, text):
         return (
             f"the labels are {_named(labels)}, but the loss of {name} takes whole numbers (classes); give them as "
             "torch.int64, or for a regression use a loss such as mse_loss"
         )
-    if labels is not None and not labels.is_floating_point and _FLOATS.search(text):
+    if labels is not None and not labels.is_floating_point and re.search(_FLOATS, text):
         return (
             f"the labels are {_named(labels)}, but the loss of {name} takes floating-point numbers; give labels.float()"
         )
     weights = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     others = {column: dtype for column, dtype in columns.items() if dtype not in weights}
-    if len(weights) != 1 or not others or not _INPUTS.search(text):
+    if len(weights) != 1 or not others or not re.search(_INPUTS, text):
         return None
     (weight,) = weights
     given = ", ".join(f"{column} ({_named(dtype)})" for column, dtype in others.items())

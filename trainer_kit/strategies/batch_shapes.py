@@ -24,7 +24,7 @@ _SHORTEST = 32
 """Smallest length that texts are padded to, in tokens."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class BatchShape:
     """Shapes of a batch's tensors, and the number of batches with them.
 

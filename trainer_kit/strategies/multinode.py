@@ -8,8 +8,6 @@ import logging
 import os
 import socket
 
-import psutil
-
 from trainer_kit.config import environment
 from trainer_kit.strategies.ddp import DDP, describe_ranks
 from trainer_kit.strategies.multinode_session import MultiNodeSession
@@ -71,6 +69,8 @@ def route_to(address: str) -> str | None:
     By default gloo uses the interface of the machine's own host name, which often is the loopback. If `address` is
     this machine and resolves to the loopback too, return the interface of the default route.
     """
+    import psutil  # takes 6 ms
+
     for target in (address, _ANYWHERE):
         source = _address_towards(target)
         if source is None or ipaddress.ip_address(source).is_loopback:

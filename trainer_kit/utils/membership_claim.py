@@ -18,7 +18,7 @@ from trainer_kit.errors import CutOffError
 
 PREFIX = ".membership-"
 _REPORT = "claim"
-_NAME = re.compile(rf"{re.escape(PREFIX)}(\d+)-(.+)")
+_NAME = rf"{re.escape(PREFIX)}(\d+)-(.+)"
 
 
 class MembershipPlace(NamedTuple):
@@ -94,7 +94,7 @@ class MembershipClaim:
     def remove_earlier(self) -> None:
         """Remove the files of other runs, and those that no membership can follow; requires the folder's lock."""
         for path in self.folder.glob(f"{PREFIX}*"):
-            match = _NAME.fullmatch(path.name)
+            match = re.fullmatch(_NAME, path.name)
             if match and (match[2] != self.place.run or int(match[1]) < self.place.after):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -111,7 +111,7 @@ class MembershipClaim:
 
     def _numbers(self) -> list[int]:
         try:
-            matches = [_NAME.fullmatch(name) for name in os.listdir(self.folder)]
+            matches = [re.fullmatch(_NAME, name) for name in os.listdir(self.folder)]
         except FileNotFoundError:
             return []
         return [int(match[1]) for match in matches if match and match[2] == self.place.run]

@@ -222,7 +222,7 @@ _KIND_OF = {
     **{container: kind for kinds in (_SEQUENCES, _MAPPINGS) for kind, container in kinds.items()},
 }
 _NUMPY_KINDS = "biufcmMSU"  # plain bytes; objects ("O") and structured types ("V") are not
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]+\])?")
+_NUMPY_DTYPE = r"[<>|][biufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]+\])?"
 _MOST_DIMENSIONS = 64
 _TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NUMPY_IN_TORCH = frozenset(
@@ -410,7 +410,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     """Return a numpy dtype of plain bytes; with an object dtype, bytes of a file would become pointers."""
-    if not isinstance(text, str) or not _NUMPY_DTYPE.fullmatch(text):
+    if not isinstance(text, str) or not re.fullmatch(_NUMPY_DTYPE, text):
         raise ValueError(f"dtype {text!r:.50} is not allowed")
     return np.dtype(text)
 

@@ -19,8 +19,6 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from trainer_kit.errors import FolderInUseError
 from trainer_kit.utils.lock_file import (
     Holder,
@@ -34,7 +32,7 @@ from trainer_kit.utils.lock_file import (
     write_new,
 )
 from trainer_kit.utils.membership_claim import MembershipClaim, MembershipPlace
-from trainer_kit.utils.process_identity import is_stopped, start_time, system_id, user_name
+from trainer_kit.utils.process_identity import process_state, start_time, system_id, user_name
 from trainer_kit.utils.units import format_duration
 
 logger = logging.getLogger("trainer_kit")
@@ -49,7 +47,6 @@ DEAD_AFTER = 120.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 _LOOK_SECONDS = 0.5
-_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _held: dict[str, int] = {}  # PID by token of this process's locks: a fork inherits the dict, not the locks
 
 
@@ -290,7 +287,7 @@ class RunLock:
         holder, remedy = seen.holder, f"wait for it, end it, or give another {self.argument}"
         if holder is not None and holder.process == os.getpid() and _is_here(holder):
             remedy = f"that is this process; wait for that training, or give another {self.argument}"
-        elif holder is not None and _is_here(holder) and is_stopped(holder.process):
+        elif holder is not None and _is_here(holder) and process_state(holder.process) == "stopped":
             remedy = f"it is stopped: kill -CONT {holder.process} lets it continue, kill -KILL {holder.process} ends it"
         return f"{self.argument}={str(self.folder)!r} is in use: {seen.name} trains there; {remedy}"
 
@@ -354,12 +351,7 @@ def _is_alive(holder: Holder) -> bool | None:
     started = start_time(holder.process)
     if started is not None:
         return started == holder.started
-    if not psutil.pid_exists(holder.process):
-        return False
-    try:  # it may be a zombie
-        return False if psutil.Process(holder.process).status() in _ENDED else None
-    except psutil.Error:
-        return None
+    return False if process_state(holder.process) == "gone" else None
 
 
 def _is_here(holder: Holder) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from trainer_kit.checkpoint.format.base_reference import BaseReference
@@ -38,7 +37,7 @@ from trainer_kit.utils.pytree import tensor_names, unflatten_state
 _Load = Callable[[Source], dict[str, torch.Tensor]]
 
 _CLOCK_SLACK = 60.0  # seconds by which the system's clock may have been adjusted
-_STAGING = re.compile(re.escape(STAGING_PREFIX) + r".*-([0-9]+)")
+_STAGING = re.escape(STAGING_PREFIX) + r".*-([0-9]+)"
 
 
 def find_checkpoints(output_dir: Path, prefix: str = CHECKPOINT_PREFIX) -> list[Path]:
@@ -153,7 +152,7 @@ def remove_stale_staging(output_dir: Path) -> None:
     found = [path for path in output_dir.iterdir() if path.is_dir() and not path.is_symlink()]
     busy = at_work(output_dir)  # after `found`, so that folders created in between stay
     for path in found:
-        if (_STAGING.fullmatch(path.name) and path not in busy) or _is_superseded(path):
+        if (re.fullmatch(_STAGING, path.name) and path not in busy) or _is_superseded(path):
             remove_folder(path)
 
 
@@ -162,7 +161,7 @@ def at_work(output_dir: Path) -> list[Path]:
 
     This process must not be writing: a folder with its PID counts as left by an earlier container.
     """
-    found = {path: _STAGING.fullmatch(path.name) for path in output_dir.iterdir() if path.is_dir()}
+    found = {path: re.fullmatch(_STAGING, path.name) for path in output_dir.iterdir() if path.is_dir()}
     return [path for path, match in found.items() if match and _is_at_work(int(match[1]), path)]
 
 
@@ -170,6 +169,8 @@ def _is_at_work(pid: int, staging: Path) -> bool:
     """Return whether the process that created the folder lives; a younger process has only the same PID."""
     if pid == os.getpid():
         return False
+    import psutil  # takes 6 ms
+
     try:
         process, changed = psutil.Process(pid), staging.stat().st_mtime
         # A dead process keeps its PID until its parent has waited for it.

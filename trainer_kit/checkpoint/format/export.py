@@ -39,7 +39,7 @@ logger = logging.getLogger("trainer_kit")
 
 CONFIG_NAME = "config.json"
 _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-_RUST_ERROR = re.compile(r"\(os error (\d+)\)$")
+_RUST_ERROR = r"\(os error (\d+)\)$"
 
 
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -75,7 +75,7 @@ def pretrained_files(model: torch.nn.Module | None, processing_class: Any) -> di
             raise
         except Exception as error:
             # The tokenizers' own code raises a plain Exception on a full disk: "No space left on device (os error 28)".
-            if not (found := _RUST_ERROR.search(str(error))):
+            if not (found := re.search(_RUST_ERROR, str(error))):
                 raise
             number = int(found[1])
             raise OSError(number, os.strerror(number), folder) from error

@@ -26,7 +26,7 @@ STATE_FOLDER = "state"
 CHECKPOINT_PREFIX = "checkpoint-"
 STAGING_PREFIX = ".staging-"
 REPLACED_PREFIX = ".replaced-"
-_CHECKSUM = re.compile("[0-9a-f]{16}")
+_CHECKSUM = "[0-9a-f]{16}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FileEntry:
     checksum: str
 
     def __post_init__(self) -> None:
-        if not (_is_count(self.size) and isinstance(self.checksum, str) and _CHECKSUM.fullmatch(self.checksum)):
+        if not (_is_count(self.size) and isinstance(self.checksum, str) and re.fullmatch(_CHECKSUM, self.checksum)):
             raise TypeError(f"a file has size={self.size!r:.50} and checksum={self.checksum!r:.50}")
 
 

@@ -25,8 +25,8 @@ from trainer_kit.utils.pytree import flatten_state
 Tensors = Mapping[str, torch.Tensor]
 Copy = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_SHARD_NAME = re.compile(r"\.safetensors|-\d{5}-of-\d{5}", re.IGNORECASE)
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_SHARD_NAME = r"(?i)\.safetensors|-\d{5}-of-\d{5}"
 
 
 class Snapshot(NamedTuple):
@@ -218,7 +218,7 @@ def _check_files(names: Iterable[str], stems: Iterable[str]) -> None:
 def _check_names(what: str, names: Iterable[str]) -> None:
     taken: dict[str, str] = {}
     for name in names:
-        if not _NAME.fullmatch(name) or _SHARD_NAME.search(name):
+        if not re.fullmatch(_NAME, name) or re.search(_SHARD_NAME, name):
             raise ValueError(
                 f"a {what} is named {name!r}, which cannot be a file's name; use letters, digits and '._-', "
                 "beginning with a letter or digit, without '.safetensors' or '-00001-of-00002'"

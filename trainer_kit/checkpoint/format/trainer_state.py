@@ -15,7 +15,7 @@ from trainer_kit.checkpoint.format.retention import Committed
 from trainer_kit.errors import CheckpointError
 from trainer_kit.state import TrainState
 
-_NAME = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]{0,18})")
+_NAME = re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]{0,18})"
 _MOST = 2**62
 _MOST_IN_A_STEP = 2**28
 
@@ -336,4 +336,4 @@ def _check_committed(file: CheckedFile, committed: list[Any]) -> None:
 
 
 def _is_name(value: Any) -> bool:
-    return type(value) is str and _NAME.fullmatch(value) is not None
+    return type(value) is str and re.fullmatch(_NAME, value) is not None

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import psutil
-
+from trainer_kit.utils.process_identity import process_state
 from trainer_kit.utils.units import format_duration
 
 _KINDS = ("failed", "gone", "lost", "slow", "follows", "left")
@@ -257,15 +256,7 @@ def state_of(beat: Beat) -> str:
     """Return the system's state of a process: "runs", "stopped" or "gone"; "" if it is not visible from here."""
     if (beat.host, beat.namespace) != machine():
         return ""
-    try:
-        status = psutil.Process(beat.pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    except psutil.Error:  # hidden from this process
-        return ""
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "runs"
+    return process_state(beat.pid)
 
 
 def _who(rank: int, beat: Beat) -> str:
