@@ -252,7 +252,7 @@ def test_a_newcomer_waits_for_a_run_that_has_just_changed_its_machines(
     opens: bool, elastic: Meetings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the ranks of all would end and start again."""
-    monkeypatch.setattr(link, "_OPENING_SECONDS", 60.0 if opens else 1.0)
+    monkeypatch.setattr(link, "_EARLY_OPENING_SECONDS", 60.0 if opens else 1.0)
     machines = [elastic.machine(number, last_call=0.5) for number in range(3)]
     *others, late = machines
     infos = together(*(machine.next_rendezvous for machine in others))
@@ -270,6 +270,49 @@ def test_a_newcomer_waits_for_a_run_that_has_just_changed_its_machines(
         assert not Change.from_json(infos[0].store.get(CHANGE)).in_process
         assert {info.world_size for info in together(*(machine.next_rendezvous for machine in others))} == {3}
         assert waits.result(timeout=30).world_size == 3
+
+
+def test_a_newcomer_waits_while_another_one_joins(elastic: Meetings) -> None:
+    """Else the ranks of all would end and start again as soon as the other one has joined."""
+    first, ready, late = [elastic.machine(number, min_nodes=1, last_call=0.1) for number in range(3)]
+    first.stays = ready.can_prepare = late.can_prepare = True
+    info = together(first.next_rendezvous)[0]
+    first.confirm()
+    ready.readiness, late.readiness = Readiness.READY, Readiness.PREPARING
+    ready.announce()
+    change = Change("a machine joins", is_joining=True, in_process=True)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(late.next_rendezvous)
+        time.sleep(0.5)
+        info.store.set(CHANGE, change.to_json())  # before the opening is visible
+        info.store.set(OPEN, "digest")
+        again, joins = pool.submit(first.next_rendezvous), pool.submit(ready.next_rendezvous)
+        assert {each.result(timeout=30).world_size for each in (again, joins)} == {2}
+        assert not waits.done()
+        store = again.result().store
+        store.set(OPEN, "digest")
+        with pytest.raises(IsNewcomerError):
+            waits.result(timeout=30)
+        assert late.readiness is Readiness.PREPARING
+        time.sleep(0.5)  # until the keeper would have changed the machines
+        assert not store.check([CHANGE])
+
+
+def test_a_newcomer_that_ends_while_it_waits_changes_nothing(elastic: Meetings) -> None:
+    *others, late = [elastic.machine(number, last_call=0.5) for number in range(3)]
+    infos = together(*(machine.next_rendezvous for machine in others))
+    late.can_prepare, late.readiness = True, Readiness.PREPARING
+    announced: list[Readiness] = []
+    announce = late.announce
+    late.announce = lambda: announced.append(late.readiness) or announce()  # type: ignore[method-assign,func-returns-value]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(late.next_rendezvous)
+        time.sleep(0.5)
+        elastic.stopped.set()
+        with pytest.raises(InterruptedError):
+            waits.result(timeout=30)
+    assert Readiness.NOT_STARTED not in announced
+    assert not infos[0].store.check([CHANGE])
 
 
 @pytest.mark.parametrize("can_prepare", [True, False])

@@ -12,7 +12,7 @@ from trainer_kit.launch import link as links
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.launch.link import Link
 from trainer_kit.launch.membership import Membership, Readiness
-from trainer_kit.launch.news import OPEN
+from trainer_kit.launch.news import CHANGE, OPEN, Change
 from trainer_kit.launch.presence import Presence
 from trainer_kit.launch.published import MEMBERSHIP, PRESENCE, Facts, Published, beat_key, machine_key
 from trainer_kit.launch.store import serve_store
@@ -78,18 +78,36 @@ def test_a_store_that_has_not_answered_is_not_asked_at_once_again(
     own.stop()
 
 
-@pytest.mark.parametrize("way", ["opens", "never opens", "stopped"])
-def test_a_training_is_given_a_moment_to_open(way: str, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+@pytest.mark.parametrize(
+    ("way", "can_join", "end"),
+    [
+        ("opens", True, 1004), ("never opens", False, 1010), ("cannot open", False, 1004), ("stopped", True, 1000),
+        ("changes", True, 1034), ("changes and never opens", False, 1040),
+    ],
+)  # fmt: skip
+def test_a_training_is_given_a_moment_to_open(
+    way: str, can_join: bool, end: int, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose machines change for long too, when they have changed."""
+    clock, numbers = Clock(), {7}
     own = Link("127.0.0.1", port(store), "run", 0.01, serves=True)
 
     def sleep(seconds: float) -> None:
         clock.now += 1.0
-        if way == "opens" and clock.now > 1003:
+        if clock.now == 1004 and way == "cannot open":
+            PrefixStore("7", own.store).set(OPEN, "")
+        if clock.now == 1004 and ("changes" in way or way == "opens"):
             PrefixStore("7", own.store).set(OPEN, "digest")
+        if clock.now == 1030:
+            numbers.add(8)
+        if clock.now == 1034 and way == "changes":
+            PrefixStore("8", own.store).set(OPEN, "digest")
 
+    if "changes" in way:
+        PrefixStore("7", own.store).set(CHANGE, Change("a machine joins", is_joining=True).to_json())
     with monkeypatch.context() as patch:
         patch.setattr(links, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
-        own.wait_for_opening(7, lambda: way == "stopped")
-    assert clock.now == {"opens": 1004, "never opens": 1010, "stopped": 1000}[way]
+        running = lambda: Published(Membership(max(numbers), ("id",), "run", ("host",)))  # noqa: E731
+        assert own.wait_for_opening(running, lambda: way == "stopped") is can_join
+    assert clock.now == end
     own.stop()

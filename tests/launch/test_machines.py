@@ -174,6 +174,9 @@ def test_newcomers_read_which_training_is_open(monkeypatch: pytest.MonkeyPatch) 
     store = second._reach()
     first.open_for(None)
     assert not store.check([OPEN]), "it may open later"
+    first.open_for("")
+    assert store.get(OPEN) == b"", "it never does"
+    clock.now += 1.5
     first.open_for("digest")
     assert store.get(OPEN) == b"digest"
     first.open_for(None)

@@ -107,10 +107,12 @@ def test_an_answer_of_long_ago_counts_no_more(monkeypatch: pytest.MonkeyPatch) -
         ({0: 3}, 1, 4, 4, None),
         ({0: 0}, 1, 5, 4, None),
         ({1: 5}, 1, 4, 4, None),
+        ({0: 0, 2: 9}, 1, 4, 4, 2),
     ],
     ids=[
         "newer", "not newer", "newer than the last", "both new", "the first one", "another one in its place",
         "it may be needed", "left behind", "this one has formed", "the same one",
+        "newer before earlier",
     ],
 )  # fmt: skip
 def test_where_machines_wait(

@@ -61,6 +61,8 @@ def test_newcomers_join_an_open_training(tmp_path: Path) -> None:
     assert open_for(tmp_path) is None
     assert not are_joining(tmp_path)
     for forget in (lambda: set_open(tmp_path, None), lambda: clear(tmp_path)):
+        set_open(tmp_path, "")
+        assert open_for(tmp_path) == ""
         set_open(tmp_path, "a1b2")
         assert open_for(tmp_path) == "a1b2"
         forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import socket
 import time
@@ -87,7 +88,7 @@ class ElasticRendezvous(RendezvousHandler):
         self.can_prepare = self.stays = False
         self.readiness = Readiness.NOT_STARTED
         self._end = End.OVER
-        self._better: int | None = None  # candidate whose store has a newer membership
+        self._better: int | None = None  # place of the candidate to wait at
         self._next_look = 0.0
         self.starts = self.store_number = 0
         self.membership = ""
@@ -136,8 +137,8 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             try:
                 link = self._linked()
-                if self.can_prepare and self.stays and (running := self.running()) is not None:
-                    link.wait_for_opening(running.membership.number, self._is_stopped)
+                if self.can_prepare and self.stays and self.running() is not None:
+                    link.wait_for_opening(functools.partial(self._newest, link), self._is_stopped)
                     raise IsNewcomerError
                 if self.readiness is Readiness.TRAINING:
                     self.readiness = Readiness.NOT_STARTED
@@ -212,8 +213,7 @@ class ElasticRendezvous(RendezvousHandler):
             OSError, CutOffError, RendezvousGracefulExitError: See `next_rendezvous`.
         """
         link, last = self._linked(), self._past[-1].number if self._past else 0
-        self._check(link)
-        now = (published := link.published()).membership
+        now = (published := self._newest(link)).membership
         return None if now.number <= last or self._id in now.machines else published
 
     def open_for(self, running: Published) -> str | None:
@@ -329,43 +329,43 @@ class ElasticRendezvous(RendezvousHandler):
         """Wait for the next membership of this machine."""
         host, last = socket.gethostname(), self._past[-1].number if self._past else 0
 
-        def published() -> Published:
-            self._check(link)
-            return link.published()
+        newest, may_join = functools.partial(self._newest, link), self.can_prepare and not self._is_outvoted
 
         def has_place() -> bool:
-            return link.number in published().numbers
+            return link.number in newest().numbers
 
         def is_open() -> bool:
-            running = self.running() if self.can_prepare and not self._is_outvoted else None
+            running = self.running() if may_join else None
             return running is not None and link.takes_in_newcomers(running.membership.number)
 
         try:
-            self._until(lambda: published().membership.number > last, lambda: link.here().missing(host, self._config))
+            self._until(lambda: newest().membership.number > last, lambda: link.here().missing(host, self._config))
         except TimeoutError as error:
             if (here := link.here()).may_follow:
                 self._end = End.TIMED_OUT
                 raise
             self._end = End.GIVEN_UP
             raise CutOffError(f"{here.describe(host)}: {STILL_TRAINING}") from error
-        if self.readiness is Readiness.PREPARING:  # the run may take in newcomers in a moment
-            link.wait_for_opening(published().membership.number, lambda: self._is_stopped() or has_place())
-            if not is_open():
-                self.readiness = Readiness.NOT_STARTED
-                self.announce()
+        is_newcomer = self.readiness is Readiness.PREPARING  # which the run may take in in a moment
+        if is_newcomer and not (may_join and link.wait_for_opening(newest, lambda: self._is_stopped() or has_place())):
+            self.readiness = Readiness.NOT_STARTED
+            self.announce()
         self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
         if not has_place():
             raise IsNewcomerError
-        return published()
+        return newest()
+
+    def _newest(self, link: Link) -> Published:
+        """Return the newest membership; for errors see `_check`."""
+        self._check(link)
+        return link.published()
 
     def _enter(self, published: Published) -> None:
         """Belong to a membership, which counts from `confirm` on."""
         self._unsaid += published.describe(self._config)
-        now = published.membership
-        self._published, self._past = published, (*published.bases, now)
+        self._published, self._past = published, (*published.bases, published.membership)
         self._is_outvoted, self._hands_over, self._better = False, False, None
-        after = published.bases[0].number if published.bases else 0
-        self.membership = f"{now.run}/{now.number}/{after}/{int(published.right is Right.OTHER_HALF)}"
+        self.membership = published.for_ranks()
 
     def _begin(self, link: Link, store: Store, now: Membership) -> bool:
         """Wait for all machines of a membership; return False if one is gone, so that the others meet again."""
@@ -400,7 +400,7 @@ class ElasticRendezvous(RendezvousHandler):
             if not link.is_alive():
                 raise RuntimeError("the store does not answer")
             if looks_elsewhere and len(self._candidates) > 1 and self._has_better():
-                raise RuntimeError("another store has a newer membership")
+                raise RuntimeError("this machine should wait at another store")
         if looks_elsewhere or link.store.check([ENDED]):
             link.check_end(self._past)
 

@@ -31,7 +31,7 @@ from trainer_kit.launch.published import (
 from trainer_kit.launch.store import answers, connect_store
 
 _SILENCE_SECONDS = 5.0
-_OPENING_SECONDS = 10.0
+_EARLY_OPENING_SECONDS = 10.0  # for a training that has just begun, or changed its machines; some never open
 STILL_TRAINING = "the others may still be training; stopped, start again to join them"
 
 
@@ -108,16 +108,26 @@ class Link:
         """
         return opening(PrefixStore(str(number), self.store))
 
-    def wait_for_opening(self, number: int, is_stopped: Callable[[], bool]) -> None:
-        """Wait a moment for a training that has just changed its machines to take in newcomers; some never do.
+    def wait_for_opening(self, running: Callable[[], Published], is_stopped: Callable[[], bool]) -> bool:
+        """Wait until newcomers can prepare to join; return whether they can, or may be able to after `is_stopped`.
+
+        If the machines are about to change, wait for the next membership. Each has a moment to open.
 
         Args:
-            number: See `open_for`.
+            running: Returns the membership that runs.
             is_stopped: Returns whether to stop waiting.
         """
-        end = time.monotonic() + _OPENING_SECONDS
-        while self.open_for(number) is None and time.monotonic() < end and not is_stopped():
+        number, end = 0, 0.0
+        while not is_stopped():
+            if number != (now := running().membership.number):
+                number, end = now, time.monotonic() + _EARLY_OPENING_SECONDS
+            if self.takes_in_newcomers(number):
+                return True
+            digest = self.open_for(number)
+            if digest == "" or (digest is None and time.monotonic() >= end):
+                return False
             time.sleep(0.1)
+        return True
 
     def takes_in_newcomers(self, number: int) -> bool:
         """Return whether newcomers can prepare to join a membership; not while its machines are about to change.

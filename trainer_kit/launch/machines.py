@@ -37,7 +37,7 @@ class Machines:
         self.rendezvous = rendezvous
         self._next_look = self._next_change = 0.0
         self._next_opening = 0.0
-        self._open = ""
+        self._open: str | None = None  # not known yet
         self._store: Store | None = None
         self._place, self._count = 0, 1
 
@@ -56,7 +56,7 @@ class Machines:
         """
         self._store, self._place, self._count = store, place, count
         self._next_look = self._next_opening = 0.0
-        self._open = ""
+        self._open = None
 
     def leave(self) -> None:
         """Release the store of the last rendezvous: this machine is alone until the next one."""
@@ -162,15 +162,15 @@ class Machines:
             return None
 
     def open_for(self, digest: str | None) -> None:
-        """Announce the digest of the training that newcomers can join in the process; None if there is none.
+        """Announce the digest of the training that newcomers can join in the process.
 
         A change is announced within a second.
 
         Args:
-            digest: The digest.
+            digest: The digest; "" if they cannot, None before that is known.
         """
-        text = digest or ""
-        if text == self._open or time.monotonic() < self._next_opening:
+        text, is_unknown = digest or "", digest is None and self._open is None
+        if is_unknown or text == self._open or time.monotonic() < self._next_opening:
             return
         self._next_opening = time.monotonic() + _LOOK_SECONDS
         with contextlib.suppress(RuntimeError):  # the store is gone

@@ -48,7 +48,7 @@ class Readiness(str, enum.Enum):
     """They start with the ranks of all other machines, or continue with them, once the machine has a place."""
 
     PREPARING = "preparing"
-    """They prepare the training alone, so that it takes no place before they are ready."""
+    """They prepare the training alone, or wait until they can: the machine takes no place before they are ready."""
 
     READY = "ready"
     """They can join the ranks of the others, which stay in their processes."""

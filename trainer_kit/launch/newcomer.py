@@ -49,7 +49,7 @@ class Newcomer:
         self._known_at = self._hint_at = 0.0
 
     def begin(self) -> Published | None:
-        """Return the membership whose training the ranks prepare; None if they start with those of the others.
+        """Return the membership whose training the ranks prepare; None if the machine goes to the meeting first.
 
         A machine that waits for a place after that asks again once the run takes in newcomers: see `IsNewcomerError`.
 
@@ -71,7 +71,7 @@ class Newcomer:
                 return None
             rendezvous.announce()
         except RuntimeError:  # the store is gone, or another one is better
-            self._start_with_others()
+            self._leave_store()
             return None
         except RendezvousGracefulExitError:  # the meeting reports the end
             rendezvous.readiness = Readiness.NOT_STARTED
@@ -99,12 +99,12 @@ class Newcomer:
                 rendezvous.readiness = Readiness.NOT_STARTED
                 rendezvous.announce()  # the ranks may take long to end
         except RuntimeError:  # the store is gone, or another one is better
-            self._start_with_others()
+            self._leave_store()
             outlook = Outlook.START_AGAIN
         return outlook
 
-    def _start_with_others(self) -> None:
-        """Let the meeting find another store, where a newcomer is one again unless the others need it."""
+    def _leave_store(self) -> None:
+        """Let the meeting find another store; a newcomer stays one, unless the others are too few without it."""
         rendezvous = self._rendezvous
         is_newcomer = rendezvous.readiness in (Readiness.PREPARING, Readiness.READY)
         rendezvous.readiness = Readiness.PREPARING if is_newcomer else Readiness.NOT_STARTED

@@ -61,8 +61,8 @@ class OtherStores:
 def better_store(there: Mapping[int, int], here: int | None, formed: int, last: int) -> int | None:
     """Return the place of another store that a machine should wait at; None if there is none.
 
-    That is the store of a newer membership. Without one, all machines wait for the next membership at the first store
-    that answers, unless its membership is older than that of this machine's store: its machines come to this one.
+    That is the first store with a newer membership. Without one, all machines wait for the next membership at the first
+    store that answers, unless its membership is older than that of this machine's store: its machines come to this one.
 
     Args:
         there: Numbers of the memberships in the stores of the other candidates, by place.
@@ -70,12 +70,11 @@ def better_store(there: Mapping[int, int], here: int | None, formed: int, last: 
         formed: Number of the membership in that store; 0 before the first.
         last: Number of the machine's last membership; 0 before the first.
     """
-    for place, number in sorted(there.items()):
-        is_earlier = here is not None and place < here and formed <= last
-        is_newer = number > max(formed, last)
-        if place != here and (is_newer or (is_earlier and not 0 < number < formed)):
-            return place
-    return None
+    others = {place: number for place, number in sorted(there.items()) if place != here}
+    newer = [place for place, number in others.items() if number > max(formed, last)]
+    if not newer and here is not None and formed <= last:  # it waits for the next membership
+        newer = [place for place, number in others.items() if place < here and not 0 < number < formed]
+    return newer[0] if newer else None
 
 
 def _published_at(address: str, port: int, run_id: str) -> int | None:

@@ -116,6 +116,11 @@ class Published(NamedTuple):
         past = tuple(map(Membership.of, bases))
         return cls(Membership.of(membership), tuple(numbers), past, Right(right), tuple(gone), tuple(joined), port)
 
+    def for_ranks(self) -> str:
+        """Return the membership as its ranks read it, see `environment.membership`."""
+        now, after = self.membership, self.bases[0].number if self.bases else 0
+        return f"{now.run}/{now.number}/{after}/{int(self.right is Right.OTHER_HALF)}"
+
     def describe(self, config: LaunchConfig) -> list[str]:
         """Return what the user needs to know of it, where the number of machines may change.
 

@@ -111,14 +111,14 @@ class Regrouping:
     @contextlib.contextmanager
     def expected(self, group: Regroupable | None) -> Iterator[None]:
         """Enclose steps in which processes may be lost and others may join; None: they cannot."""
+        if self.run.strategy.is_main and environment.regroup_folder() is not None:
+            self._opened_for = self._digest(group) if group is not None and self._can_join else ""
+            self.is_open = self._opened_for != ""
+            set_open(self._folder, self._opened_for)
         if group is None:
             yield
             return
         group.expect_regroup(True)
-        self.is_open = self.run.strategy.is_main and self._can_join
-        if self.is_open:
-            self._opened_for = self._digest(group)
-            set_open(self._folder, self._opened_for)
         try:
             yield
         finally:

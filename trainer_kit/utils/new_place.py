@@ -81,7 +81,7 @@ def clear(folder: Path) -> None:
 
 
 def set_open(folder: Path, digest: str | None) -> None:
-    """Say that processes with the same digest of their training can join this one; None: no longer."""
+    """Say that processes with the same digest of their training can join this one; "": none can, None: no longer."""
     if digest is None:
         (folder / _OPEN).unlink(missing_ok=True)
     else:
@@ -89,7 +89,7 @@ def set_open(folder: Path, digest: str | None) -> None:
 
 
 def open_for(folder: Path) -> str | None:
-    """Return the digest of the training that processes can join; None if they cannot."""
+    """Return the digest of the training that processes can join, "" if they cannot; None: not known, or no longer."""
     try:
         return (folder / _OPEN).read_text()
     except FileNotFoundError:
