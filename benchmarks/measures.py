@@ -14,7 +14,7 @@ from page import machine, replace_part
 
 COMMANDS = (
     "loop.py",
-    "evaluation.py --turns 3",
+    "evaluation.py --turns 9",
     "ddp_loop.py --turns 9 --steps 20",
     "checkpoint.py --megabytes 100 --turns 3",
     "resuming.py",
