@@ -30,20 +30,19 @@ word; words), and the two normal numbers that it keeps, each with a flag."""
 _TO_WORDS = 20
 """Bytes of these fields before the words."""
 
-_NO_NORMAL = bytes(16)
-"""Memory of the normal number that numpy keeps, and of its flag, if there is none."""
-
 
 def seed_generators(value: int) -> None:
     """Seed the host's generators of torch, numpy and random, without the slow seeding of devices.
 
-    Torch and numpy make the same words of a seed, which are copied. `random` gets those of a seed of its own:
-    `random.seed` takes longer than all the rest together.
+    `random` gets the state that numpy's MT19937 would have after a seed of its own: `random.seed` takes longer than all
+    the rest together.
 
     Args:
         value: The seed; numpy uses its lowest 32 bits, and random 32 bits of a hash (Knuth's multiplicative one).
     """
-    _host().seed(value)
+    torch.default_generator.manual_seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    _host().python.seed_as_numpy(((value + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
 
 
 def generator_states() -> dict[str, Any]:
@@ -130,7 +129,10 @@ class _Python:
         self.random: Any = random._inst
         self.memory = _python_memory()
         if self.memory is not None:
-            self.index, self.words = self.memory.view[:4].cast("i"), self.memory.view[4:]
+            self._index, self._words = self.memory.view[:4].cast("i"), self.memory.view[4:]
+        self._seeded = np.random.MT19937()
+        self._seeder = np.random.RandomState(self._seeded)
+        self._seeded_words = _Memory(self._seeded.ctypes.state_address, _WORDS_BYTES).view
 
     def state(self) -> Any:
         if self.memory is None:
@@ -144,9 +146,15 @@ class _Python:
             self.memory.write(state[0])
             self.random.gauss_next = state[1]
 
-    def take(self, words: bytes) -> None:
-        """Take the words of a generator that has been seeded, of which all are to come."""
-        random.setstate((3, (*struct.unpack(f"{_WORDS}I", words), _WORDS), None))
+    def seed_as_numpy(self, value: int) -> None:
+        """Take the state that numpy's generator would have after a seed of 32 bits."""
+        self._seeder.seed(value)
+        if self.memory is None:
+            random.setstate((3, (*self._seeded.state["state"]["key"].tolist(), _WORDS), None))
+            return
+        self._words[:] = self._seeded_words
+        self._index[0] = _WORDS  # all of them are to come
+        self.random.gauss_next = None
 
 
 class _Numpy:
@@ -158,9 +166,6 @@ class _Numpy:
     def __init__(self) -> None:
         self.generator = _bit_generator()
         self.words, self.normal = _numpy_memory(self.generator)
-        if self.words is not None and self.normal is not None:
-            self.key, self.index = self.words.view[:_WORDS_BYTES], self.words.view[_WORDS_BYTES:].cast("i")
-            self.gauss = self.normal.view
 
     def state(self) -> Any:
         generator = _bit_generator()
@@ -187,7 +192,6 @@ class _Torch:
     def __init__(self) -> None:
         self.generator = torch.default_generator
         self.memory = _torch_memory(self.generator)
-        self.words = None if self.memory is None else self.memory.view[_TO_WORDS : _TO_WORDS + _WORDS_BYTES]
 
     def state(self) -> bytes:
         return _state_bytes(self.generator) if self.memory is None else self.memory.read()
@@ -213,19 +217,6 @@ class _HostGenerators:
         self.reads = None if None in memories else [memory.read for memory in memories if memory is not None]
         self._starts: dict[int, tuple[Any, ...]] = {}
         self._bit_generator = np.random.get_bit_generator  # type: ignore[attr-defined]  # without a call more
-
-    def seed(self, value: int) -> None:
-        """Seed all generators, see `seed_generators`."""
-        generator, words, python, numpy = self.torch.generator, self.torch.words, self.python, self.numpy
-        generator.manual_seed(((value + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
-        if words is None or self.reads is None or self._bit_generator() is not numpy.generator:
-            python.take(_torch_words(generator))
-            generator.manual_seed(value)
-            np.random.seed(value & 0xFFFFFFFF)
-            return
-        python.words[:], python.index[0], python.random.gauss_next = words, _WORDS, None
-        generator.manual_seed(value)
-        numpy.key[:], numpy.index[0], numpy.gauss[:] = words, _WORDS, _NO_NORMAL
 
     def states(self) -> tuple[Any, ...]:
         """Return the states, torch's last: five values as memory, at once, or three that are converted one by one."""
@@ -261,7 +252,7 @@ class _HostGenerators:
         if start is not None and len(start) == 4 and self._bit_generator() is self.numpy.generator:
             self._write(*start)
         else:
-            self.seed(number)
+            seed_generators(number)
             start = self._starts[number] = self.states()[:-1]
         self.torch.generator.manual_seed(seed)
         return *start, self.torch.state()
