@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import numpy as np
 import pytest
@@ -69,6 +70,25 @@ def test_pythons_generator_is_seeded_as_numpys_with_a_seed_of_its_own(
     assert random.getstate() == state
     seed_generators(seed + 1)
     assert random.getstate() != state
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+@given(seed=st.integers(0, 2**63 - 1), uses=st.lists(st.sampled_from(list(USES)), max_size=3))
+def test_the_numbers_are_those_of_torchs_and_numpys_own_seeds(by_memory: bool, seed: int, uses: list[str]) -> None:
+    for name in uses:
+        USES[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_memory:
+            forget_memory(patch)
+        seed_generators(seed)
+        after = [*np.random.standard_normal(3), *np.random.rand(700)], torch.rand(700).tolist(), torch.randn(3).tolist()
+    of_random = np.random.RandomState(((seed + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
+    assert [random.random() for _ in range(700)] == of_random.random_sample(700).tolist()
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    assert after == (
+        [*np.random.standard_normal(3), *np.random.rand(700)], torch.rand(700).tolist(), torch.randn(3).tolist()
+    )  # fmt: skip
 
 
 def test_seeding_reaches_every_generator_of_the_host() -> None:
@@ -266,3 +286,17 @@ def test_the_generators_are_found_while_another_thread_draws() -> None:
     thread.join(60)
     torch.manual_seed(5)
     assert drawn == torch.rand(len(drawn), dtype=torch.float64).tolist(), "its numbers were drawn for something else"
+
+
+@pytest.mark.parametrize("use", ["restore", "start"])
+def test_another_thread_that_draws_is_waited_for(use: str) -> None:
+    """Else numpy would read beyond its words there, and end the process."""
+    states = KeptGenerators()
+    try_without_draws(lambda: None, 7)  # finds the states to start with
+    write = states.restore if use == "restore" else lambda: try_without_draws(lambda: None, 7)
+    with ThreadPoolExecutor(1) as pool:
+        with np.random.get_bit_generator().lock:  # type: ignore[attr-defined]  # as a thread that draws
+            written = pool.submit(write)
+            with pytest.raises(TimeoutError):
+                written.result(timeout=0.1)
+        written.result(timeout=60)

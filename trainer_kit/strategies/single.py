@@ -13,6 +13,7 @@ from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.mps_info import MpsInfo
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.utils.pytree import map_tensors, tensors
+from trainer_kit.utils.rng import seed_generators
 
 T = TypeVar("T")
 _KINDS: dict[str, type[DeviceInfo]] = {"cuda": CudaInfo, "mps": MpsInfo}
@@ -40,7 +41,7 @@ class SingleDevice(Strategy):
         super().setup()
 
     def seed(self, value: int) -> None:
-        super().seed(value)
+        seed_generators(value)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(value)
         elif self.device.type == "mps":

@@ -182,8 +182,9 @@ class _Numpy:
             return
         assert self.words is not None
         assert self.normal is not None
-        self.words.write(words)
-        self.normal.write(normal[0])
+        with generator.lock:
+            self.words.write(words)
+            self.normal.write(normal[0])
 
 
 class _Torch:
@@ -260,8 +261,9 @@ class _HostGenerators:
     def _write(self, gauss: float | None, words: bytes, numpy_words: bytes, normal: bytes) -> None:
         """Write the states of Python's and numpy's generators as memory; numpy's is the one that was found."""
         self.python.random.gauss_next = gauss
-        for memory, content in zip(self._memories, (words, numpy_words, normal), strict=True):
-            memory.view[:] = content
+        with self.numpy.generator.lock:  # numpy draws in other threads while this one runs
+            for memory, content in zip(self._memories, (words, numpy_words, normal), strict=True):
+                memory.view[:] = content
 
 
 @functools.cache
