@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from trainer_kit.launch import link as links
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.link import Link
+from trainer_kit.launch.link import Chance, Link
 from trainer_kit.launch.membership import Membership, Readiness
 from trainer_kit.launch.news import CHANGE, OPEN, Change
 from trainer_kit.launch.presence import Presence
@@ -78,36 +78,25 @@ def test_a_store_that_has_not_answered_is_not_asked_at_once_again(
     own.stop()
 
 
-@pytest.mark.parametrize(
-    ("way", "can_join", "end"),
-    [
-        ("opens", True, 1004), ("never opens", False, 1010), ("cannot open", False, 1004), ("stopped", True, 1000),
-        ("changes", True, 1034), ("changes and never opens", False, 1040),
-    ],
-)  # fmt: skip
-def test_a_training_is_given_a_moment_to_open(
-    way: str, can_join: bool, end: int, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose machines change for long too, when they have changed."""
-    clock, numbers = Clock(), {7}
-    own = Link("127.0.0.1", port(store), "run", 0.01, serves=True)
-
-    def sleep(seconds: float) -> None:
-        clock.now += 1.0
-        if clock.now == 1004 and way == "cannot open":
-            PrefixStore("7", own.store).set(OPEN, "")
-        if clock.now == 1004 and ("changes" in way or way == "opens"):
-            PrefixStore("7", own.store).set(OPEN, "digest")
-        if clock.now == 1030:
-            numbers.add(8)
-        if clock.now == 1034 and way == "changes":
-            PrefixStore("8", own.store).set(OPEN, "digest")
-
-    if "changes" in way:
-        PrefixStore("7", own.store).set(CHANGE, Change("a machine joins", is_joining=True).to_json())
-    with monkeypatch.context() as patch:
-        patch.setattr(links, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
-        running = lambda: Published(Membership(max(numbers), ("id",), "run", ("host",)))  # noqa: E731
-        assert own.wait_for_opening(running, lambda: way == "stopped") is can_join
-    assert clock.now == end
+def test_what_a_machine_that_waits_can_expect(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, own = Clock(), Link("127.0.0.1", port(store), "run", 0.01, serves=True)
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=lambda seconds: None))
+    running = Published(Membership(7, ("id",), "run", ("host",)), numbers=(5,))
+    assert own.chance(running._replace(numbers=(5, own.number)), may_join=False) is Chance.PLACE
+    assert own.chance(running, may_join=False) is Chance.NONE
+    assert own.chance(running, may_join=True) is Chance.LATER
+    clock.now += 9
+    assert own.chance(running, may_join=True) is Chance.LATER, "the training may have just begun"
+    clock.now += 2
+    assert own.chance(running, may_join=True) is Chance.NONE, "some never open"
+    keys = PrefixStore("7", own.store)
+    keys.set(OPEN, "digest")
+    assert own.chance(running, may_join=True) is Chance.OPEN
+    keys.set(CHANGE, Change("a machine joins", is_joining=True).to_json())
+    clock.now += 1000
+    assert own.chance(running, may_join=True) is Chance.LATER, "as long as the change takes"
+    following = running._replace(membership=running.membership._replace(number=8))
+    assert own.chance(following, may_join=True) is Chance.LATER, "each has a moment of its own"
+    PrefixStore("8", own.store).set(OPEN, "")
+    assert own.chance(following, may_join=True) is Chance.NONE
     own.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import socket
 import time
@@ -19,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from trainer_kit.config import environment
 from trainer_kit.errors import CutOffError, ProcessesLeft
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.link import STILL_TRAINING, IsNewcomerError, Link
+from trainer_kit.launch.link import STILL_TRAINING, Chance, IsNewcomerError, Link
 from trainer_kit.launch.membership import Membership, Readiness, Right
 from trainer_kit.launch.news import BEGINS, GONE, OUTCOME
 from trainer_kit.launch.other_stores import OtherStores, better_store
@@ -138,7 +137,6 @@ class ElasticRendezvous(RendezvousHandler):
             try:
                 link = self._linked()
                 if self.can_prepare and self.stays and self.running() is not None:
-                    link.wait_for_opening(functools.partial(self._newest, link), self._is_stopped)
                     raise IsNewcomerError
                 if self.readiness is Readiness.TRAINING:
                     self.readiness = Readiness.NOT_STARTED
@@ -217,7 +215,7 @@ class ElasticRendezvous(RendezvousHandler):
         return None if now.number <= last or self._id in now.machines else published
 
     def open_for(self, running: Published) -> str | None:
-        """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+        """Return the digest of the training that newcomers can join, "" if they cannot; None: not known yet.
 
         Args:
             running: The membership that runs.
@@ -328,35 +326,38 @@ class ElasticRendezvous(RendezvousHandler):
     def _meet(self, link: Link) -> Published:
         """Wait for the next membership of this machine."""
         host, last = socket.gethostname(), self._past[-1].number if self._past else 0
-
-        newest, may_join = functools.partial(self._newest, link), self.can_prepare and not self._is_outvoted
-
-        def has_place() -> bool:
-            return link.number in newest().numbers
-
-        def is_open() -> bool:
-            running = self.running() if may_join else None
-            return running is not None and link.takes_in_newcomers(running.membership.number)
-
         try:
-            self._until(lambda: newest().membership.number > last, lambda: link.here().missing(host, self._config))
+            self._until(
+                lambda: self._newest(link).membership.number > last, lambda: link.here().missing(host, self._config)
+            )
         except TimeoutError as error:
             if (here := link.here()).may_follow:
                 self._end = End.TIMED_OUT
                 raise
             self._end = End.GIVEN_UP
             raise CutOffError(f"{here.describe(host)}: {STILL_TRAINING}") from error
-        is_newcomer = self.readiness is Readiness.PREPARING  # which the run may take in in a moment
-        if is_newcomer and not (may_join and link.wait_for_opening(newest, lambda: self._is_stopped() or has_place())):
+        self._wait_for_place(link)
+        return self._newest(link)
+
+    def _wait_for_place(self, link: Link) -> None:
+        whom, seen = "a place in the run, which has its machines", Chance.LATER
+
+        def is_settled() -> bool:
+            nonlocal seen
+            newest = self._newest(link)
+            may_join = self.can_prepare and not self._is_outvoted and self._id not in newest.membership.machines
+            seen = link.chance(newest, may_join)
+            return seen is not Chance.LATER and (seen is not Chance.NONE or self.readiness is Readiness.PREPARING)
+
+        self._outside(is_settled, whom)
+        if seen is Chance.NONE:
             self.readiness = Readiness.NOT_STARTED
             self.announce()
-        self._outside(lambda: has_place() or is_open(), "a place in the run, which has its machines")
-        if not has_place():
+            self._outside(is_settled, whom)
+        if seen is Chance.OPEN:
             raise IsNewcomerError
-        return newest()
 
     def _newest(self, link: Link) -> Published:
-        """Return the newest membership; for errors see `_check`."""
         self._check(link)
         return link.published()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
@@ -33,6 +34,22 @@ from trainer_kit.launch.store import answers, connect_store
 _SILENCE_SECONDS = 5.0
 _EARLY_OPENING_SECONDS = 10.0  # for a training that has just begun, or changed its machines; some never open
 STILL_TRAINING = "the others may still be training; stopped, start again to join them"
+
+
+class Chance(enum.Enum):
+    """What a machine that waits can expect of the membership that runs."""
+
+    PLACE = enum.auto()
+    """It has a place."""
+
+    OPEN = enum.auto()
+    """Its ranks can prepare to join."""
+
+    LATER = enum.auto()
+    """They may be able to, in a moment or after the machines have changed."""
+
+    NONE = enum.auto()
+    """They cannot join."""
 
 
 class IsNewcomerError(Exception):
@@ -78,6 +95,7 @@ class Link:
         self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy
         self._interval = interval
         self._next_question = 0.0
+        self._opening = (0, 0.0)  # number of the membership last asked for, and the end of its first moment
         self._done = threading.Event()
         self._beats.add(beat_key(self.number), 1)
         self._presence = None if serves else be_present(address, presence, self.number)
@@ -101,42 +119,32 @@ class Link:
         return Here.from_json(self.store.get(HERE))
 
     def open_for(self, number: int) -> str | None:
-        """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+        """Return the digest of the training that newcomers can join, "" if they cannot; None: not known yet.
 
         Args:
             number: Number of the membership that runs.
         """
         return opening(PrefixStore(str(number), self.store))
 
-    def wait_for_opening(self, running: Callable[[], Published], is_stopped: Callable[[], bool]) -> bool:
-        """Wait until newcomers can prepare to join; return whether they can, or may be able to after `is_stopped`.
-
-        If the machines are about to change, wait for the next membership. Each has a moment to open.
+    def chance(self, newest: Published, may_join: bool) -> Chance:
+        """Return what this machine can expect of a membership; each has a moment to take in newcomers.
 
         Args:
-            running: Returns the membership that runs.
-            is_stopped: Returns whether to stop waiting.
+            newest: The membership that runs.
+            may_join: Whether this machine's ranks can prepare to join it.
         """
-        number, end = 0, 0.0
-        while not is_stopped():
-            if number != (now := running().membership.number):
-                number, end = now, time.monotonic() + _EARLY_OPENING_SECONDS
-            if self.takes_in_newcomers(number):
-                return True
-            digest = self.open_for(number)
-            if digest == "" or (digest is None and time.monotonic() >= end):
-                return False
-            time.sleep(0.1)
-        return True
-
-    def takes_in_newcomers(self, number: int) -> bool:
-        """Return whether newcomers can prepare to join a membership; not while its machines are about to change.
-
-        Args:
-            number: See `open_for`.
-        """
-        running = PrefixStore(str(number), self.store)
-        return bool(opening(running)) and not running.check([CHANGE])
+        number = newest.membership.number
+        if self.number in newest.numbers:
+            return Chance.PLACE
+        if not may_join:
+            return Chance.NONE
+        if number != self._opening[0]:
+            self._opening = number, time.monotonic() + _EARLY_OPENING_SECONDS
+        digest = self.open_for(number)
+        if digest is None:
+            return Chance.LATER if time.monotonic() < self._opening[1] else Chance.NONE
+        is_changing = PrefixStore(str(number), self.store).check([CHANGE])
+        return Chance.NONE if digest == "" else Chance.LATER if is_changing else Chance.OPEN
 
     def check_end(self, past: Sequence[Membership]) -> None:
         """Raise an error if the run has ended, also for a machine that waits for a place in it.

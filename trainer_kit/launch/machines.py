@@ -167,7 +167,7 @@ class Machines:
         A change is announced within a second.
 
         Args:
-            digest: The digest; "" if they cannot, None before that is known.
+            digest: The digest; "" if they cannot, None before that is known, or if they no longer can.
         """
         text, is_unknown = digest or "", digest is None and self._open is None
         if is_unknown or text == self._open or time.monotonic() < self._next_opening:

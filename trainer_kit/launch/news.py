@@ -16,7 +16,7 @@ LOST = "trainer_kit/lost"
 """Key under which the names of machines stand that give no sign of life and have not left."""
 
 OPEN = "trainer_kit/open"
-"""Key under which the digest of the training stands that newcomers can join in the process; "" if they no longer can.
+"""Key under which the digest of the training stands that newcomers can join in the process; "" if they cannot.
 """
 
 OUTCOME = "trainer_kit/outcome"
@@ -26,7 +26,7 @@ BEGINS, GONE = "begins", "gone"
 
 
 def opening(running: Store) -> str | None:
-    """Return the digest of the training that newcomers can join, "" if they no longer can; None: not known yet.
+    """Return the digest of the training that newcomers can join, "" if they cannot; None: not known yet.
 
     Args:
         running: The keys of the membership that runs.

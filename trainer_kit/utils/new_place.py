@@ -5,8 +5,8 @@ launcher answers by `place-N`: the variables of the new place, null if new proce
 machines have continued without this one.
 
 A newcomer gives `new/` and a digest of its training instead of a membership. It can join only the training with the
-same digest, which the main process of the run writes to `open` while processes can join. When some are ready, the
-launcher of the main process creates `joins`.
+same digest, which the main process of the run writes to `open` while processes can join; an empty one says that they
+cannot. When some are ready, the launcher of the main process creates `joins`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ def are_joining(folder: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"new-{path.name}")
+    unfinished = path.with_name(f"new-{os.getpid()}-{path.name}")
     unfinished.write_text(text)
     unfinished.replace(path)

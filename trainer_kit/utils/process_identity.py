@@ -43,20 +43,26 @@ def start_time(process: int) -> str | None:
     try:
         found = psutil.Process(process)
         return None if found.status() == psutil.STATUS_ZOMBIE else repr(found.create_time())
-    except psutil.Error:
+    except (OSError, psutil.Error):
         return None
 
 
-def process_state(process: int) -> Literal["runs", "stopped", "gone", ""]:
-    """Return the system's state of a process, "stopped" as by Ctrl-Z; "" if it is not visible from this one."""
+def process_state(process: int) -> Literal["runs", "stopped", "traced", "gone", ""]:
+    """Return the system's state of a process.
+
+    Returns:
+        "stopped" as by Ctrl-Z, "traced" if a debugger has stopped it, or "" if it is not visible from this one.
+    """
     import psutil
 
     try:
         status = psutil.Process(process).status()
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError):  # the latter for what can be no process
         return "gone"
     except psutil.Error:
         return ""
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
-    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "runs"
+    if status == psutil.STATUS_STOPPED:
+        return "stopped"
+    return "traced" if status == psutil.STATUS_TRACING_STOP else "runs"

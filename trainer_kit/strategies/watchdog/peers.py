@@ -256,7 +256,8 @@ def state_of(beat: Beat) -> str:
     """Return the system's state of a process: "runs", "stopped" or "gone"; "" if it is not visible from here."""
     if (beat.host, beat.namespace) != machine():
         return ""
-    return process_state(beat.pid)
+    state = process_state(beat.pid)
+    return "stopped" if state == "traced" else state
 
 
 def _who(rank: int, beat: Beat) -> str:
