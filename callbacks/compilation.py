@@ -56,6 +56,8 @@ class Compilation(Callback):
         self._warm_up_steps = state.step + _LEAST_STEPS
         self._last_warm_up_epoch = state.epoch + (state.position > 0)
         self._compiled_steps = self._evaluations = 0
+        # Until something compiles, which then is no compilation again, a step begins with none.
+        self._idle_hooks = () if run.strategy.static_shapes or self._mark.compiles else ("on_step_begin",)
 
     def on_step_begin(self, run: Run) -> None:
         if self._warned:
@@ -73,6 +75,7 @@ class Compilation(Callback):
             self._compiled_steps += 1
             if self._is_warm:
                 self._warn(run, f"step {run.state.step}", now)
+            self._idle_hooks = ()
 
     def on_evaluate_begin(self, run: Run) -> None:
         self._mark = _measure(run)

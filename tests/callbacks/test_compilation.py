@@ -219,6 +219,23 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+def test_the_first_compilation_may_come_late(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none again. The hook at the beginning of a step is called from then on."""
+    run, callback, count = make_run(), Compilation(), [0]
+    monkeypatch.setattr(run.strategy.device_info, "compilations", lambda: (count[0], 0.0))
+    callback.on_train_begin(run)
+    assert callback._idle_hooks == ("on_step_begin",)
+    run.state.step, run.state.epoch, count[0] = 500, 3, 1
+    callback.on_step_end(run)
+    assert callback._idle_hooks == ()
+    callback.on_step_begin(run)
+    count[0] = 2
+    with pytest.warns(UserWarning, match="step 500 compiled again"):
+        callback.on_step_end(run)
+    callback.on_train_begin(run)
+    assert callback._idle_hooks == ()
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_what_torch_compile_makes_is_counted(make_run: Callable[..., Run]) -> None:
     class Model(nn.Module):

@@ -20,7 +20,7 @@ from trainer_kit import Trainer, TrainingArguments
 from trainer_kit.loop.training_loop import TrainingLoop
 
 BOUND = 0.95
-MOST = 505
+MOST = 495
 """Calls in a step today. A change that adds some raises it knowingly, one that saves some lowers it."""
 
 FEW, MORE, LOGGING_STEPS = 100, 300, 50
