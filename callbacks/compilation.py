@@ -56,7 +56,7 @@ class Compilation(Callback):
         self._warm_up_steps = state.step + _LEAST_STEPS
         self._last_warm_up_epoch = state.epoch + (state.position > 0)
         self._compiled_steps = self._evaluations = 0
-        # Until something compiles, which then is no compilation again, a step begins with none.
+        # A first compilation is no repeated one, so the beginning of a step matters only after it.
         self._idle_hooks = () if run.strategy.static_shapes or self._mark.compiles else ("on_step_begin",)
 
     def on_step_begin(self, run: Run) -> None:

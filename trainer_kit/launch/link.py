@@ -140,11 +140,13 @@ class Link:
             return Chance.NONE
         if number != self._opening[0]:
             self._opening = number, time.monotonic() + _EARLY_OPENING_SECONDS
-        digest = self.open_for(number)
+        running = PrefixStore(str(number), self.store)
+        digest = opening(running)
         if digest is None:
             return Chance.LATER if time.monotonic() < self._opening[1] else Chance.NONE
-        is_changing = PrefixStore(str(number), self.store).check([CHANGE])
-        return Chance.NONE if digest == "" else Chance.LATER if is_changing else Chance.OPEN
+        if digest == "":
+            return Chance.NONE
+        return Chance.LATER if running.check([CHANGE]) else Chance.OPEN
 
     def check_end(self, past: Sequence[Membership]) -> None:
         """Raise an error if the run has ended, also for a machine that waits for a place in it.

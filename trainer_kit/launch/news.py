@@ -16,8 +16,7 @@ LOST = "trainer_kit/lost"
 """Key under which the names of machines stand that give no sign of life and have not left."""
 
 OPEN = "trainer_kit/open"
-"""Key under which the digest of the training stands that newcomers can join in the process; "" if they cannot.
-"""
+"""Key under which the digest of the training stands that newcomers can join in the process; "" if they cannot."""
 
 OUTCOME = "trainer_kit/outcome"
 """Key under which the first of two values stands: `BEGINS` once all machines have come, `GONE` if one cannot come."""

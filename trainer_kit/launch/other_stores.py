@@ -71,10 +71,10 @@ def better_store(there: Mapping[int, int], here: int | None, formed: int, last: 
         last: Number of the machine's last membership; 0 before the first.
     """
     others = {place: number for place, number in sorted(there.items()) if place != here}
-    newer = [place for place, number in others.items() if number > max(formed, last)]
-    if not newer and here is not None and formed <= last:  # it waits for the next membership
-        newer = [place for place, number in others.items() if place < here and not 0 < number < formed]
-    return newer[0] if newer else None
+    better = [place for place, number in others.items() if number > max(formed, last)]
+    if not better and here is not None and formed <= last:  # it waits for the next membership
+        better = [place for place, number in others.items() if place < here and not 0 < number < formed]
+    return better[0] if better else None
 
 
 def _published_at(address: str, port: int, run_id: str) -> int | None:
