@@ -124,15 +124,13 @@ class Profiler(Callback):
     def _open_step(self, run: Run) -> None:
         """Begin the range of the next step, which contains the ledger's ranges."""
         self._close_step(run)
-        run.ledger.nvtx = run.strategy.device.type == "cuda" and torch.version.cuda is not None
-        self._step = trace_range(f"ProfilerStep#{run.state.step + 1}", run.ledger.nvtx)
+        nvtx = run.strategy.device.type == "cuda" and torch.version.cuda is not None
+        self._step = trace_range(f"ProfilerStep#{run.state.step + 1}", nvtx)
         self._step.__enter__()
-        run.ledger.annotate = True
-        run.ledger.enter(run.ledger.activity)
+        run.ledger.show_ranges(nvtx)
 
     def _close_step(self, run: Run) -> None:
-        run.ledger.annotate = False
-        run.ledger.enter(run.ledger.activity)
+        run.ledger.hide_ranges()
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None

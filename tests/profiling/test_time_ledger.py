@@ -250,13 +250,14 @@ def test_a_rollback_counts_all_since_the_checkpoint_as_lost(book: Ledger, clock:
 
 def test_activities_are_ranges_of_a_trace_while_that_is_asked_for(book: Ledger) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        book.enter("long before")
         book.enter("before")
-        book.annotate = True
+        book.show_ranges()
         book.enter("forward")
         book.enter("backward")
-        book.annotate = False
+        book.hide_ranges()
         book.enter("after")
         book.enter("long after")
     names = {event.name for event in recorded.events()}
-    assert {"forward", "backward"} <= names
-    assert not {"before", "after", "long after"} & names
+    assert {"before", "forward", "backward"} <= names
+    assert not {"long before", "after", "long after"} & names

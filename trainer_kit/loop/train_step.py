@@ -172,7 +172,6 @@ class TrainStep:
                 self._add_logged(micro_batch, items if count is None else count)
             run.ledger.enter("backward")
             strategy.backward(share)
-        run.ledger.enter("loop")
         share = share.detach()
         run.local_loss = share if run.local_loss is None else run.local_loss + share
 

@@ -52,10 +52,11 @@ class Ledger:
     """Seconds of a run by activity. Each moment belongs to one activity, so that their sum is the wall-clock time.
 
     The activities of the loop are "setup", "data", "forward", "backward", "optimizer", "logging", "evaluation",
-    "saving", "callback/NAME" for each callback, and "loop" for the rest. "regroup" is the time from the moment when
-    this process began to wait for a lost one, or others were ready to join, to that when it continues. "lost" is work
-    that a restart or a rollback discards, from the checkpoint to the run's last record, and a step that is taken again:
-    it did not fit into memory, or a process was lost in it. "down" is the time from that record to the next start.
+    "saving", "callback/NAME" for each callback, and "loop" for the rest. "backward" lasts until the optimizer begins,
+    and includes the exchange of gradients. "regroup" is the time from the moment when this process began to wait for a
+    lost one, or others were ready to join, to that when it continues. "lost" is work that a restart or a rollback
+    discards, from the checkpoint to the run's last record, and a step that is taken again: it did not fit into memory,
+    or a process was lost in it. "down" is the time from that record to the next start.
 
     An asynchronous device has its own clock: work of the device during an activity of the host counts once, under the
     activity in which the device received it. Data that is read while the device works therefore costs nothing. The
@@ -74,13 +75,10 @@ class Ledger:
         slowest: Seconds that this process has waited in votes for the slowest one, without those within a step.
         idle: Seconds from the last record of the earlier start to this one; 0 in a new run.
         has_joined: Whether it has taken the time of a run that this process joined.
-        annotate: Whether each activity is also a range in a profiler's trace.
-        nvtx: Whether these are ranges of NVTX too, see `trace_range`.
         started: Time of this start of the run, in seconds since 1970.
     """
 
     def __init__(self) -> None:
-        self.annotate = self.nvtx = False
         self.started = time.time()
         self.activity = "setup"
         self.memberships = MembershipHistory()
@@ -90,8 +88,9 @@ class Ledger:
         self._missing = defaultdict[str, float](float)  # seconds times the missing part, by activity
         self._settled: dict[str, float] = {}  # the seconds that `_missing` covers
         self._range: contextlib.AbstractContextManager[None] | None = None
+        self._shows_ranges = self._nvtx = False
         self._seconds = defaultdict[str, float](float)
-        self._room = _UNFOLDED  # marks until they are folded
+        self._room = _UNFOLDED  # marks until they are folded; 0 while ranges are shown
         # Activities and the marks of their beginnings by turns: pairs would be objects for the garbage collector.
         self._entries: list[Any] = []
         self._folded = 0  # activities that began before those in the list
@@ -109,6 +108,7 @@ class Ledger:
             self._folded += len(self._entries) // 2
         self._clock, self._mark = clock, clock.mark
         self._entries = [self.activity, first]
+        self._add_entry = self._entries.extend  # bound once: the lookups take a fifth of `enter`
 
     def enter(self, activity: str) -> str:
         """Begin an activity.
@@ -120,12 +120,10 @@ class Ledger:
             The interrupted activity, for the caller to enter again.
         """
         before, self.activity = self.activity, activity
-        self._entries.extend((activity, self._mark()))
-        if self.annotate or self._range is not None:
-            self._annotate(activity)
+        self._add_entry((activity, self._mark()))
         self._room -= 1  # cheaper than len(), in a call that each step makes many times
         if self._room < 0:
-            self._fold()
+            self._show_or_fold()
         return before
 
     @contextlib.contextmanager
@@ -136,6 +134,20 @@ class Ledger:
             yield
         finally:
             self.enter(before)
+
+    def show_ranges(self, nvtx: bool = False) -> None:
+        """Show the current activity and the following ones as ranges in a profiler's trace.
+
+        Args:
+            nvtx: Whether they are ranges of NVTX too, see `trace_range`.
+        """
+        self._shows_ranges, self._nvtx, self._room = True, nvtx, 0
+        self.enter(self.activity)
+
+    def hide_ranges(self) -> None:
+        """Show no more ranges."""
+        self._shows_ranges, self._room = False, 0
+        self.enter(self.activity)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity over all starts, up to the device's progress, without synchronization."""
@@ -277,15 +289,18 @@ class Ledger:
             totals[activity] += seconds
         del self._entries[: 2 * len(passed)]
         self._folded += len(passed)
-        self._room = max(_UNFOLDED // 16, _UNFOLDED - len(self._entries) // 2)
+        self._room = 0 if self._shows_ranges else max(_UNFOLDED // 16, _UNFOLDED - len(self._entries) // 2)
 
     def _add(self, activity: str, seconds: float) -> None:
         self._seconds[activity] += seconds
 
-    def _annotate(self, activity: str) -> None:
+    def _show_or_fold(self) -> None:
+        """Do what few entries need: show a range, or fold the marks."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        if self.annotate:
-            self._range = trace_range(activity, self.nvtx)
+        if self._shows_ranges:
+            self._range = trace_range(self.activity, self._nvtx)
             self._range.__enter__()
+        else:
+            self._fold()
