@@ -70,9 +70,9 @@ def test_a_machine_that_is_lost_before_it_hears_of_the_membership_holds_no_other
 
     def is_lost(_: object) -> None:
         if is_killed:
-            assert late._link is not None
-            late._link.stop()  # the system closes its connections
-            late._link = None
+            assert late._store.link is not None
+            late._store.link.stop()  # the system closes its connections
+            late._store.link = None
         else:
             late.shutdown()
         raise InterruptedError
@@ -173,7 +173,7 @@ def test_a_spare_hears_how_the_run_has_ended(
     infos = together(*(machine.next_rendezvous for machine in machines[:2]))
     with ThreadPoolExecutor(3) as pool:
         spare = pool.submit(machines[2].next_rendezvous)
-        while machines[2]._link is None:
+        while machines[2]._store.link is None:
             time.sleep(0.01)
         time.sleep(0.5)  # until the keeper knows it
         if isinstance(how, ProcessFailed):
@@ -216,8 +216,8 @@ def test_a_machine_prepares_while_the_others_run(elastic: Meetings) -> None:
     info = late.next_rendezvous()
     assert (info.rank, info.world_size) == (2, 3)
     assert {future.result(timeout=60).world_size for future in again} == {3}
-    assert late._link is not None
-    facts = Facts.from_json(late._link.store.get(machine_key(late._link.number)))
+    assert late._store.link is not None
+    facts = Facts.from_json(late._store.link.store.get(machine_key(late._store.link.number)))
     assert (facts.readiness, facts.past) == (Readiness.TRAINING, ())
 
 
@@ -324,7 +324,7 @@ def test_a_machine_that_the_others_have_left_behind_comes_as_a_newcomer(can_prep
     for machine in machines:
         machine.confirm()
     late.can_prepare, late.stays = can_prepare, True
-    beats, late._link = late._link, None
+    beats, late._store.link = late._store.link, None
     assert beats is not None
     beats.stop()
     infos = together(*(machine.next_rendezvous for machine in others))
@@ -336,7 +336,7 @@ def test_a_machine_that_the_others_have_left_behind_comes_as_a_newcomer(can_prep
         time.sleep(0.5)
         assert not infos[0].store.check([CHANGE])
         infos[0].store.set(OPEN, "digest")
-        late._link = beats
+        late._store.link = beats
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(late.next_rendezvous)
             if can_prepare:
