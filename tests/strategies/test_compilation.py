@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer_kit import FSDP, Callback, Run, SingleDevice, Strategy, Trainer
 from trainer_kit.config.compile_options import CompileOptions
+from trainer_kit.strategies import compilation
 from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.ddp import DDP
 
@@ -135,6 +136,56 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.layer(x))
+
+
+@pytest.fixture
+def small_budget() -> Iterator[None]:
+    """torch recomputes activations on its own."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=0.1):
+        yield
+
+
+@pytest.mark.usefixtures("small_budget")
+def test_wrong_gradients_of_dropout_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"activation_memory_budget=0\.1.*dropout wrong; set it to 1"):
+        compile_model(Repeated(), WHOLE)
+
+
+@pytest.mark.usefixtures("small_budget")
+@pytest.mark.parametrize("model", [Own(), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))])
+def test_without_modules_of_dropout_they_are_possible(model: nn.Module) -> None:
+    """The model may draw random numbers by functions."""
+    with pytest.warns(UserWarning, match="makes the gradients of dropout wrong"):
+        compile_model(model, WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_budget")
+@pytest.mark.xfail(strict=True, reason="pytorch#190758: when this passes, compile_model need not refuse it any more")
+def test_torch_recomputes_dropout_as_it_was() -> None:
+    """What was dropped has no gradient."""
+    layer = nn.Linear(64, 64)
+    compiled = torch.compile(lambda x: nn.functional.dropout(layer(x).sin(), 0.5), backend="aot_eager")
+    output = compiled(torch.ones(64, 64))
+    (output * (output == 0)).sum().backward()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.abs().max() == 0
+
+
+def test_a_wrong_fusion_of_norms_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only kernels of GPUs have it."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(compilation, "_compile", lambda module, options: None)  # inductor takes seconds to import
+    with config.patch({"triton.mix_order_reduction": True}):
+        monkeypatch.setattr(compilation, "_FUSES_NORMS_WRONGLY", False)
+        compile_model(Own(), CompileOptions())
+        assert config.triton.mix_order_reduction
+        monkeypatch.setattr(compilation, "_FUSES_NORMS_WRONGLY", True)
+        compile_model(Own(), CompileOptions())
+        assert not config.triton.mix_order_reduction
 
 
 def test_a_model_without_blocks_is_refused() -> None:

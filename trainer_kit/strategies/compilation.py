@@ -6,11 +6,17 @@ import inspect
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.torch_version import TorchVersion
 
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.utils.repeated_blocks import repeated_blocks
 from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class
+
+# Gradients of a tensor of which several norms of a model take parts (github.com/pytorch/pytorch/issues/193061).
+_FUSES_NORMS_WRONGLY = "2.10" <= TorchVersion(torch.__version__) < "2.14"
 
 
 def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
@@ -21,8 +27,9 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
         options: What to compile, and how.
 
     Raises:
-        ValueError: If the options are regional and the model repeats no block.
+        ValueError: If the options are regional and the model repeats no block, or torch would compute wrong gradients.
     """
+    _avoid_wrong_gradients(model, options)
     if not options.regional:
         _compile(model, options)
         return
@@ -37,6 +44,25 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
     for module in model.modules():
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _avoid_wrong_gradients(model: torch.nn.Module, options: CompileOptions) -> None:
+    """Refuse, or turn off, what torch is known to compile to wrong gradients without a word."""
+    from torch._functorch import config  # takes long to import, and so do inductor's
+
+    if config.activation_memory_budget < 1:  # github.com/pytorch/pytorch/issues/190758
+        wrong = (
+            f"with torch._functorch.config.activation_memory_budget={config.activation_memory_budget}, torch.compile "
+            "draws other random numbers in the backward pass than in the forward pass, which makes the gradients of "
+            "dropout wrong; set it to 1, and gradient_checkpointing=True to save memory"
+        )
+        if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+            raise ValueError(wrong)
+        warn(wrong)
+    if options.backend == "inductor" and _FUSES_NORMS_WRONGLY:
+        from torch._inductor import config as inductor
+
+        inductor.triton.mix_order_reduction = False
 
 
 def _compile(module: torch.nn.Module, options: CompileOptions) -> None:
