@@ -16,7 +16,7 @@ from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class
 
 # Gradients of a tensor of which several norms of a model take parts (github.com/pytorch/pytorch/issues/193061).
-_FUSES_NORMS_WRONGLY = "2.10" <= TorchVersion(torch.__version__) < "2.14"
+_FUSES_NORMS_WRONGLY = "2.10" <= TorchVersion(torch.__version__) < "2.15"
 
 
 def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
