@@ -148,6 +148,24 @@ def test_fused_kernels_get_no_parameter_with_gaps() -> None:
     assert not torch.allclose(*stepped)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sgd_trains_all_of_a_parameter(dtype: torch.dtype) -> None:
+    """Fused or not, as torch can; one of the user that cannot is refused."""
+    model = nn.Linear(64, 64, dtype=dtype)
+    optimizer = make_optimizer(model, arguments(optim="sgd", weight_decay=0.0))
+    before = model.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+    optimizer.step()
+    assert (model.weight != before).all()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    if optimizer.param_groups[0]["fused"]:
+        check_optimizer(theirs, model)
+    else:
+        with pytest.raises(ValueError, match=r"SGD is fused, .*float16 parameter on the CPU.*fused=False"):
+            check_optimizer(theirs, model)
+
+
 @pytest.mark.parametrize(
     "model",
     [

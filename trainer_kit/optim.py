@@ -24,7 +24,7 @@ from trainer_kit.utils.lr_curves import SCHEDULES, Span
 from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.schedule_free import schedule_free
-from trainer_kit.utils.sgd import SGD
+from trainer_kit.utils.sgd import SGD, is_skipped
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -93,8 +93,9 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 def _sgd(model: nn.Module, groups: list[dict[str, Any]], rate: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     is_sharded = any(hasattr(parameter, "device_mesh") for group in groups for _, parameter in group["params"])
+    has_skipped = any(is_skipped(parameter) for group in groups for _, parameter in group["params"])
     # torch has no fused SGD for DTensor.
-    if _can_fuse(groups, _SGD_DEVICES) and not (is_sparse or is_sharded or options.get("dampening")):
+    if _can_fuse(groups, _SGD_DEVICES) and not (is_sparse or is_sharded or has_skipped or options.get("dampening")):
         return SGD(groups, lr=rate, fused=True, **options)
     return torch.optim.SGD(groups, lr=rate, **options)
 
@@ -175,7 +176,7 @@ def check_fused(optimizer: torch.optim.Optimizer) -> None:
     """Check that fused kernels can update an optimizer's parameters.
 
     Raises:
-        ValueError: If the optimizer is fused and has a parameter with gaps in memory.
+        ValueError: If the optimizer is fused and has a parameter with gaps in memory, or that torch leaves as it is.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
@@ -184,6 +185,11 @@ def check_fused(optimizer: torch.optim.Optimizer) -> None:
                     f"optimizer={type(optimizer).__name__} is fused, but a parameter of shape {[*parameter.shape]} has "
                     f"gaps in memory (strides {[*parameter.stride()]}), which torch's fused kernels take for values; "
                     "give fused=False, or call contiguous() on it before it becomes a parameter"
+                )
+            if isinstance(optimizer, torch.optim.SGD) and is_skipped(parameter):
+                raise ValueError(
+                    f"optimizer={type(optimizer).__name__} is fused, with which torch {torch.__version__} leaves most "
+                    f"of a {parameter.dtype} parameter on the CPU as it is; give fused=False"
                 )
 
 

@@ -39,6 +39,23 @@ def test_gradients_are_clipped_by_norm_and_value(tmp_path: Path) -> None:
     assert max(largest) == pytest.approx(0.02)
 
 
+def test_the_loss_of_many_micro_batches_in_16_bits(tmp_path: Path) -> None:
+    """A sum in 16 bits stops growing."""
+
+    class Constant(Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x, labels) * 0 + 2.5).bfloat16()
+
+    args = arguments(
+        tmp_path,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1024,
+        max_steps=1,
+        dataloader_drop_last=True,
+    )
+    assert Trainer(Constant(), args, points(1024)).train().training_loss == 2.5
+
+
 def test_nonfinite_stop_names_step_loss_and_parameter(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=10, logging_steps=4, save_strategy="steps", save_steps=2)
     with pytest.raises(NonFiniteError, match=r"step 3 is not finite: loss nan, .*layer\.weight.*checkpoint-2"):

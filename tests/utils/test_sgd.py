@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.utils.sgd import SGD
+from trainer_kit.utils.sgd import SGD, is_skipped
 
 
 def trained(make: Any, idle: int = -1, **options: Any) -> list[torch.Tensor]:
@@ -58,3 +58,11 @@ def test_a_sparse_gradient_is_taken_as_by_torch(momentum: float) -> None:
             optimizer.step()
         found.append(table.detach())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_torch_leaves_as_it_is(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(64, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    assert is_skipped(parameter) == bool((parameter == 1).any())

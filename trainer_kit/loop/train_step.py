@@ -173,7 +173,9 @@ class TrainStep:
             run.ledger.enter("backward")
             strategy.backward(share)
         share = share.detach()
-        run.local_loss = share if run.local_loss is None else run.local_loss + share
+        if run.local_loss is not None:  # a sum of many in 16 bits would be wrong
+            share = run.local_loss.to(torch.promote_types(share.dtype, torch.float32)) + share
+        run.local_loss = share
 
     def leave_epoch(self) -> None:
         """Count the current epoch as finished."""

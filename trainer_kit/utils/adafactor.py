@@ -10,13 +10,15 @@ import torch
 _TINY = 1e-30
 """Added to squared gradients."""
 
+_VARIANCES = {"row_var", "col_var", "variance"}
+
 
 class UnscaledAdafactor(torch.optim.Adafactor):
     """Adafactor (https://arxiv.org/abs/1804.04235) with an absolute learning rate.
 
     Updates are those of transformers' Adafactor with `scale_parameter=False, relative_step=False`: the learning rate is
     neither multiplied by the size of the weights nor bounded by the number of steps, as that of `torch.optim.Adafactor`
-    is. Steps do not wait for the device. The state has torch's names and shapes.
+    is. Steps do not wait for the device. The state has torch's names and shapes, and float32 for weights of 16 bits.
     """
 
     @torch.no_grad()
@@ -34,39 +36,33 @@ class UnscaledAdafactor(torch.optim.Adafactor):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            lists: list[list[Any]] = [[], [], [], [], [], []]
-            self._init_group(group, *lists)
-            for tensors in zip(*lists, strict=True):
-                _update(group, *tensors)
+            parameters: list[torch.Tensor] = []
+            self._init_group(group, parameters, [], [], [], [], [])
+            for parameter in parameters:
+                _update(group, parameter, self.state[parameter])
         return loss
 
 
-def _update(
-    group: dict[str, Any],
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    row_var: torch.Tensor | None,
-    col_var: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    step: torch.Tensor,
-) -> None:
-    """Update a parameter, in float32 at least; `step` is on the host."""
+def _update(group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Update a parameter and its state, in float32 at least; the step's number is on the host."""
+    assert parameter.grad is not None
+    dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
+    grad, values = parameter.grad.to(dtype), parameter.to(dtype)
+    for name in _VARIANCES & state.keys():  # torch makes them in the gradient's dtype
+        state[name] = state[name].to(dtype)
     rate = group["lr"]
-    step += 1
-    weight = step.item() ** group["beta2_decay"]
+    state["step"] += 1
+    weight = state["step"].item() ** group["beta2_decay"]
     if group["weight_decay"]:
-        parameter.mul_(1 - rate * group["weight_decay"])
-    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        values.mul_(1 - rate * group["weight_decay"])
     square = (grad * grad).add_(_TINY)
-    if variance is None:
-        assert row_var is not None
-        assert col_var is not None
-        row_var.lerp_(square.mean(dim=-1, keepdim=True).to(row_var.dtype), weight)
-        col_var.lerp_(square.mean(dim=-2, keepdim=True).to(col_var.dtype), weight)
-        rows, columns = row_var.to(grad.dtype), col_var.to(grad.dtype)
-        update = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt_() * columns.rsqrt() * grad
+    if "variance" in state:
+        update = state["variance"].lerp_(square, weight).rsqrt() * grad
     else:
-        variance.lerp_(square.to(variance.dtype), weight)
-        update = variance.to(grad.dtype).rsqrt() * grad
+        rows = state["row_var"].lerp_(square.mean(dim=-1, keepdim=True), weight)
+        columns = state["col_var"].lerp_(square.mean(dim=-2, keepdim=True), weight)
+        update = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt_() * columns.rsqrt() * grad
     size = update.norm(2) / (update.numel() ** 0.5 * group["d"])
-    parameter.add_((update / size.clamp(min=1.0)).mul_(-rate).to(parameter.dtype))
+    values.add_((update / size.clamp(min=1.0)).mul_(-rate))
+    if values is not parameter:
+        parameter.copy_(values)

@@ -1,10 +1,19 @@
-"""`SGD`: torch's fused SGD, whose momentum is defined from the start."""
+"""`SGD`: torch's fused SGD, whose momentum is defined from the start, and what it does not train."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
+
+# github.com/pytorch/pytorch/issues/191763
+_SKIPS_HALF_WEIGHTS = TorchVersion(torch.__version__) < "2.14"
+
+
+def is_skipped(parameter: torch.Tensor) -> bool:
+    """Return whether torch's fused SGD leaves most of a parameter as it is: on the CPU, those of 16 bits."""
+    return _SKIPS_HALF_WEIGHTS and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 class SGD(torch.optim.SGD):
