@@ -382,6 +382,50 @@ def test_a_models_own_method_is_used_without_options_alone() -> None:
     assert (is_checkpointed(model), len(replaced(model))) == (False, 6)
 
 
+def conformer() -> nn.Module:
+    """A model with batch norms in the layers that its own method recomputes."""
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
+        conv_kernel=(10, 3), conv_stride=(5, 2), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
+        num_labels=4, mask_time_prob=0.0, layerdrop=0.0, classifier_proj_size=8,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ConformerForSequenceClassification(config).train()
+
+
+def test_a_models_own_method_counts_each_batch_once() -> None:
+    torch.manual_seed(0)
+    plain = conformer()
+    own = copy.deepcopy(plain)
+    Strategy().enable_activation_checkpointing(own)
+    batch = {"input_values": torch.randn(4, 400), "labels": torch.arange(4)}
+    for model in (plain, own):
+        for step in range(5):
+            torch.manual_seed(step)
+            model(**batch)["loss"].backward()
+    torch.testing.assert_close(own.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    for parameter, expected in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)
+    copy.deepcopy(own)(**batch)["loss"].backward()
+    restore_modules(own)
+    assert not any("recomputation" in name for module in own.modules() for name in vars(module))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_that_passes_use_cache_by_position(policy: str) -> None:
+    config = transformers.CpmAntConfig(
+        vocab_size=16, hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=2, dropout_p=0.0
+    )
+    torch.manual_seed(0)
+    plain = transformers.CpmAntForCausalLM(config).double().train()
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_modules(checkpointed, POLICIES[policy])
+    ids = torch.tensor([[3, 4, 5, 6]])
+    for model in (plain, checkpointed):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for parameter, expected in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
 class Unsupported(transformers.PreTrainedModel):
     """A transformers model without gradient checkpointing."""
 

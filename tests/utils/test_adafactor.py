@@ -64,6 +64,10 @@ def test_weights_of_16_bits_have_a_state_of_32(dtype: torch.dtype) -> None:
                 parameter.grad = grad.to(dtype)
         for optimizer in optimizers:
             optimizer.step()
+        if step == 30:
+            state = optimizers[0].state_dict()
+            optimizers[0] = ours(models[0])
+            optimizers[0].load_state_dict(state)
     for parameter, expected in zip(*(each.parameters() for each in models), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
         states = optimizers[0].state[parameter]

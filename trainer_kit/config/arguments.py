@@ -93,7 +93,8 @@ class TrainingArguments(ArgumentSources):
             allows bfloat16 too. See `torch.set_float32_matmul_precision`. None: as the program has set it.
         channels_last: Whether convolutions' weights, and floating-point tensors of batches with 4 dimensions (samples,
             channels, height, width), lie in memory with the channels last, for which GPUs and CPUs have faster
-            convolutions; with 5 dimensions too. Shapes and checkpoints are the same, results up to rounding.
+            convolutions; with 5 dimensions too. Shapes and checkpoints are the same, and results up to rounding; but
+            torch's dropout drops other elements of such data.
         seed: Seed of the order of samples, of dropout and of all other random numbers of a run.
         torch_compile: Whether to compile the model with `torch.compile`, or a dict of its options: "mode", "backend",
             "dynamic" and "fullgraph". With "regional": True, only the blocks that the model repeats are compiled, and

@@ -26,6 +26,7 @@ from trainer_kit.optim import make_optimizer, parameter_groups
 from trainer_kit.profiling.flops import FlopCounter
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.recomputation import without_comparisons
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.rng import generators_kept
@@ -109,6 +110,7 @@ def _simulate(
     fakes, counter = Fakes(), FlopCounter()
     tracker = Tracker(cuda.GRANULARITY, None, sharding) if is_cuda else Tracker(1, hidden_on_cpu, sharding)
     with generators_kept(torch.device("cpu")), _quiet(), _explained(), contextlib.ExitStack() as stack:
+        stack.enter_context(without_comparisons())
         mode = args.mixed_precision.replace("fp8", "bf16")  # whose kernels need real values
         strategy = _Pretended(is_cuda, Precision(mode))
         strategy.setup()

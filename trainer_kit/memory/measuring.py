@@ -23,6 +23,7 @@ from trainer_kit.memory.step import Inference, Step
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
 from trainer_kit.strategies.precision import Precision
+from trainer_kit.strategies.recomputation import without_comparisons
 from trainer_kit.strategies.single import SingleDevice
 from trainer_kit.utils.optimizer_state import step_methods_kept
 from trainer_kit.utils.rng import generators_kept
@@ -72,7 +73,7 @@ def measure(
     with step_methods_kept(optimizer):
         copied, made = copy.deepcopy((model, optimizer))
     strategy = SingleDevice(place, Precision(args.mixed_precision))
-    with generators_kept(strategy.device):
+    with generators_kept(strategy.device), without_comparisons():
         strategy.setup()
         copied = strategy.prepare(copied).train()
         if (options := args.checkpointing_options) is not None and not inference:

@@ -14,30 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
+from trainer_kit.strategies.recomputation import SLOW, Context, Recomputation, differing
 from trainer_kit.utils.module_patterns import outermost_matches, prefixes
 from trainer_kit.utils.repeated_blocks import repeated_blocks
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class
 
-_aten = torch.ops.aten
-# Products without a batch dimension: the scores of unfused attention would need more memory than the activations.
-_SLOW = {
-    getattr(_aten, name).default
-    for name in (
-        "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "convolution",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-    if hasattr(_aten, name)
-}  # fmt: skip
-"""Operators whose results the policy "save_matmuls" keeps."""
-
 _OWN = ("activation_checkpointing", "gradient_checkpointing")
 """Prefixes of transformers' methods: transformers 5 renamed them."""
 
 _observers: list[Callable[[Any], None]] = []
+_RECOMPUTATION = "_trainer_kit_recomputation"
+"""Attribute of modules that a model's own activation checkpointing recomputes."""
 
 
 def enable_own_checkpointing(model: nn.Module) -> bool:
@@ -50,6 +39,34 @@ def enable_own_checkpointing(model: nn.Module) -> bool:
             enable(**({keyword: {"use_reentrant": False}} if keyword in takes else {}))
             return True
     return False
+
+
+def guard_own_checkpointing(model: nn.Module) -> None:
+    """Let a model's own activation checkpointing recompute as that of `checkpoint_modules` does."""
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
+            vars(module)["_gradient_checkpointing_func"] = _recompute
+
+
+def _recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward pass whose activations are recomputed in the backward pass."""
+    module = None if torch.compiler.is_compiling() else _module_of(function)
+    if module is None:
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if _RECOMPUTATION not in vars(module):
+        vars(module)[_RECOMPUTATION] = Recomputation(module)
+    return vars(module)[_RECOMPUTATION](function, args, kwargs)
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    """Return the module whose method a function is, or gets as its first argument; None if there is none."""
+    given: tuple[Any, ...] = ()
+    while isinstance(function, functools.partial):
+        function, given = function.func, (*function.args, *given)
+    owner = getattr(function, "__self__", given[0] if given else None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def checkpoint_modules(model: nn.Module, options: CheckpointingOptions) -> None:
@@ -80,8 +97,9 @@ def _disable_own_checkpointing(model: nn.Module) -> None:
 
 
 def restore_modules(model: nn.Module) -> None:
-    """Undo `checkpoint_modules`."""
+    """Undo `checkpoint_modules`, and forget what `guard_own_checkpointing` has found."""
     for module in model.modules():
+        vars(module).pop(_RECOMPUTATION, None)
         while isinstance(replaced := vars(module).get("forward"), _ReplacedForward):
             replaced.restore()
 
@@ -163,17 +181,21 @@ class _ReplacedForward:
 class _ForwardWithoutCache(_ReplacedForward):
     """A transformers model's forward pass, without the key-value cache, which recomputation would fill twice."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._place = [*inspect.signature(self.forward).parameters].index("use_cache")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
-            kwargs["use_cache"] = False
+            if len(args) > self._place:
+                args = (*args[: self._place], False, *args[self._place + 1 :])
+            else:
+                kwargs["use_cache"] = False
         return self.forward(*args, **kwargs)
 
 
 class _CheckpointedForward(_ReplacedForward):
-    """A forward pass whose activations are recomputed in the backward pass.
-
-    Recomputation begins with the buffers that the forward pass began with, and leaves them as they are: a batch norm
-    counts each batch once.
+    """A forward pass whose activations are recomputed in the backward pass, see `Recomputation`.
 
     Args:
         module: The module.
@@ -182,33 +204,55 @@ class _CheckpointedForward(_ReplacedForward):
 
     def __init__(self, module: nn.Module, policy: str) -> None:
         super().__init__(module)
-        self._selective = policy == "save_matmuls"
+        self._is_selective = policy == "save_matmuls"
+        self._recomputation = Recomputation(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
         if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and knows only torch's own contexts
-            if not self._selective:
+            function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
+            if not self._is_selective:
                 return checkpoint(function, *args, use_reentrant=False)
             selective = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
             return checkpoint(function, *args, use_reentrant=False, context_fn=selective)
-        buffers = [_Buffer(*place) for place in _buffers(self.module)]
+        if not self._is_selective:
+            return self._recomputation(self.forward, args, kwargs)
         with contextlib.ExitStack() as entered:  # torch 2.9 does not end the context of a pass that raises
-            contexts = functools.partial(_contexts, self.module, buffers, self._selective, entered)
-            output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-        buffers[:] = [each for each in buffers if each.is_changed]
-        return output
+            contexts = functools.partial(_selective_contexts, self.module, entered)
+            return self._recomputation(self.forward, args, kwargs, contexts)
 
 
-def _contexts(
-    module: nn.Module, buffers: list[_Buffer], selective: bool, entered: contextlib.ExitStack
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts of a module's forward pass and of its recomputation."""
-    if not selective:
-        return contextlib.nullcontext(), _Recomputation(module, contextlib.nullcontext(), buffers)
+def _selective_contexts(module: nn.Module, entered: contextlib.ExitStack) -> tuple[Context, Context]:
+    """Return the contexts of a module's forward pass and of its recomputation, with "save_matmuls"."""
     forward, again = create_selective_checkpoint_contexts(_keep_matmuls)
-    return _without_cast_cache(forward, entered), _Recomputation(module, again, buffers)
+    return _without_cast_cache(forward, entered), _Explained(module, again)
+
+
+class _Explained:
+    """The context of a recomputation with "save_matmuls", whose errors say what to do.
+
+    Args:
+        module: The module.
+        context: The context.
+    """
+
+    def __init__(self, module: nn.Module, context: Context) -> None:
+        self._module, self._context = module, context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._context.__exit__(kind, error, trace)
+        if "has been mutated" in str(error):
+            raise ValueError(
+                "gradient_checkpointing with policy='save_matmuls' keeps a result that a "
+                f"{model_class(self._module).__name__} changes in place, such as by ReLU(inplace=True); use "
+                "inplace=False there, or policy='all'"
+            ) from error
+        if "not found in storage" in str(error):
+            raise differing(self._module, "it has other operations") from error
 
 
 @contextlib.contextmanager
@@ -227,73 +271,6 @@ def _without_cast_cache(
         entered.close()
 
 
-class _Buffer:
-    """A buffer before a forward pass.
-
-    Args:
-        owner: Its module.
-        name: Its name in the module.
-    """
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        tensor = owner._buffers[name]
-        assert tensor is not None
-        self.owner, self.name = owner, name
-        self.value = tensor.detach().clone()
-        self._tensor, self._version = tensor, tensor._version
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the module may have replaced the buffer, or changed it in place."""
-        if self.owner._buffers.get(self.name) is not self._tensor or self._tensor._version != self._version:
-            return True
-        # torch's batch norm does not count its changes of running statistics as a new version.
-        return self.owner.training and "running_mean" in self.owner._buffers
-
-
-class _Recomputation:
-    """Context of a recomputation, entered once for each backward pass.
-
-    Args:
-        module: Module that is recomputed.
-        context: Context that the policy needs.
-        buffers: Buffers that the forward pass changes.
-    """
-
-    def __init__(
-        self, module: nn.Module, context: contextlib.AbstractContextManager[Any], buffers: list[_Buffer]
-    ) -> None:
-        self._module, self._context, self._buffers = module, context, buffers
-        self._present: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._present = [each.owner._buffers[each.name] for each in self._buffers]
-        for each in self._buffers:
-            each.owner._buffers[each.name] = each.value.clone()
-        self._context.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._context.__exit__(kind, error, trace)
-        for each, tensor in zip(self._buffers, self._present, strict=True):
-            each.owner._buffers[each.name] = tensor
-        self._present = []
-        if "has been mutated" in str(error):
-            raise ValueError(
-                "gradient_checkpointing with policy='save_matmuls' keeps a result that a "
-                f"{model_class(self._module).__name__} changes in place, such as by ReLU(inplace=True); use "
-                "inplace=False there, or policy='all'"
-            ) from error
-
-
-def _buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [
-        (owner, name)
-        for owner in module.modules()
-        for name, tensor in owner._buffers.items()
-        if tensor is not None and not tensor.is_inference()
-    ]
-
-
 def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -303,7 +280,7 @@ def _is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
     Not that of an attention with dropout: later dropout would differ if recomputation left it out.
     """
-    if operator not in _SLOW:
+    if operator not in SLOW:
         return False
     names = [each.name for each in operator._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs

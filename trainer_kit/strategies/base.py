@@ -12,7 +12,11 @@ import torch
 
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.config.compile_options import CompileOptions
-from trainer_kit.strategies.activation_checkpointing import checkpoint_modules, enable_own_checkpointing
+from trainer_kit.strategies.activation_checkpointing import (
+    checkpoint_modules,
+    enable_own_checkpointing,
+    guard_own_checkpointing,
+)
 from trainer_kit.strategies.batch_shapes import ShapeLedger
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.compilation import compile_model
@@ -185,7 +189,9 @@ class Strategy:
             ValueError: If no module is found.
         """
         options = CheckpointingOptions() if options is None else options
-        if not options.are_default or not enable_own_checkpointing(model):
+        if options.are_default and enable_own_checkpointing(model):
+            guard_own_checkpointing(model)
+        else:
             checkpoint_modules(model, options)
 
     def compile(self, model: torch.nn.Module, options: CompileOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -43,7 +44,8 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
         _compile(block, options)
     for module in model.modules():
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
-            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            place = [*inspect.signature(module.forward).parameters].index("use_cache")
+            module.register_forward_pre_hook(functools.partial(_without_cache, place), with_kwargs=True)
 
 
 def _avoid_wrong_gradients(model: torch.nn.Module, options: CompileOptions) -> None:
@@ -77,8 +79,15 @@ def _compile(module: torch.nn.Module, options: CompileOptions) -> None:
     module._compiled_call_impl = torch.compile(call, **options.for_torch())
 
 
-def _without_cache(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Make no key-value cache unless the caller asks for one: each block's part of it would be compiled separately."""
-    if kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
+def _without_cache(place: int, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make no key-value cache unless the caller asks for one: each block's part of it would be compiled separately.
+
+    Args:
+        place: Place of `use_cache` among the parameters.
+        module: The module.
+        args: Arguments by position.
+        kwargs: Arguments by name.
+    """
+    if len(args) <= place and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
     return args, kwargs

@@ -21,6 +21,16 @@ class UnscaledAdafactor(torch.optim.Adafactor):
     is. Steps do not wait for the device. The state has torch's names and shapes, and float32 for weights of 16 bits.
     """
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; torch alone would round it to the dtype of the weights."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number, {})
+            for name in _VARIANCES & saved.keys():
+                self.state[parameter][name] = saved[name].to(parameter.device, copy=True)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step.

@@ -80,6 +80,12 @@ class KeptGenerators:
         self._device = device if device is not None and device.type == "cuda" else None
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
+    def swapped(self) -> KeptGenerators:
+        """Restore the states; return those of before."""
+        present = KeptGenerators(self._device)
+        self.restore()
+        return present
+
     def restore(self) -> None:
         """Restore the states."""
         self._host.restore(self._states)
