@@ -55,6 +55,13 @@ class Plain(IterableDataset[Any]):
             yield self.sample(index)
 
 
+class Undivided(Plain):
+    """All samples in each worker."""
+
+    def mine(self) -> range:
+        return range(self.length)
+
+
 class Stateful(Plain):
     """Goes on where its state says; as usual, it begins anew once it has ended."""
 
@@ -185,6 +192,33 @@ def test_the_state_goes_on_under_another_batch_size() -> None:
     whole = list(loader(Stateful(20), Layout(3)).micro_batches(0, 0, 3))
     rest = resumed_at(Stateful(20), Layout(4, 2), 0, 2, whole[-1])
     assert samples(rest) == list(range(9, 20))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "workers", "is_warned"),
+    [
+        (Undivided(12), 2, True),
+        (Undivided(12), 1, False),
+        (Undivided(12), 0, False),
+        (Plain(12), 2, False),
+        (Plain(12, (4, 8)), 2, False),
+    ],
+)
+def test_a_dataset_that_all_workers_read_whole_is_a_warning(dataset: Plain, workers: int, is_warned: bool) -> None:
+    """Each sample comes as often as there are workers, without a word of torch."""
+
+    def samples() -> int:
+        batches = stream_evaluation_batches(dataset, Layout(2), LoaderConfig(stack, SEED, workers))
+        return sum(len(batch["x"]) for batch, _ in batches)
+
+    if not is_warned:
+        assert samples() == 12
+        return
+    with pytest.raises(UserWarning, match="the dataset does not ask in which of 2 workers it is read"):
+        samples()  # a worker's warning is an error in tests
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert samples() == 24
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Generator, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableMapping, MutableSequence, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from trainer_kit.data.map_loader import LoaderConfig, from_workers
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import Layout, mix
 from trainer_kit.data.source import ReadyBatches, begin_epoch
-from trainer_kit.data.workers import packed, unpacked
+from trainer_kit.data.workers import packed, unpacked, watch_division
 from trainer_kit.errors import DataError
 from trainer_kit.loss.batch import samples_in, split
 from trainer_kit.state import Stateful
@@ -282,6 +282,7 @@ class StreamReader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
+        divides = watch_division() if self.reading.worker_init_fn is None else None  # which may divide
         if self._is_ready:
             begin_epoch(self.dataset.batches, self.epoch)
         else:
@@ -297,9 +298,11 @@ class StreamReader(IterableDataset[Any]):
             if worker < self._turn:
                 yield None
         if not ended:
-            yield from self._batches(worker, cursor or _Cursor(self, worker))
+            yield from self._batches(worker, cursor or _Cursor(self, worker), divides)
 
-    def _batches(self, worker: int, cursor: _Cursor) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
+    def _batches(
+        self, worker: int, cursor: _Cursor, divides: Callable[[], bool] | None
+    ) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
         full, is_last, keeps_state = self.layout.steps.batch_size, False, self.epoch >= 0
         collate, is_first = SeededCollator(self.reading, self.epoch), self.epoch <= 0 and not self._is_ready
         while not is_last:
@@ -311,6 +314,12 @@ class StreamReader(IterableDataset[Any]):
             if is_first and worker == self.layout.reader == 0:
                 role = "train_dataset" if keeps_state else "the dataset"
                 warn_of_ready_batches(role, batch[0], self.reading.collate)
+                if divides is not None and not divides():
+                    warn(
+                        f"{role} does not ask in which of {self.reading.workers} workers it is read, so that each "
+                        "gives all of its samples; let it give its share by torch.utils.data.get_worker_info(), or set "
+                        "dataloader_num_workers=1"
+                    )
             is_first = False
             samples = samples_in(batch[0]) if self._is_ready else len(batch)
             cuts = [(0, samples)] if self.layout.deals_samples else self.layout.cut(0, samples)

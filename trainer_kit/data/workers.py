@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trainer_kit.errors import WorkerError
@@ -134,6 +134,28 @@ def _found(iterator: Any, message: str) -> str:
         f"DataLoader worker {late} (process {worker.pid}) hangs or is slow in the dataset or collator; set a larger "
         "timeout if it is slow"
     )
+
+
+def watch_division() -> Callable[[], bool]:
+    """Return a function that says whether code in this worker has since asked which one of how many it is.
+
+    A dataset has to, to give its share only. The answer is True where there is one worker, or none.
+    """
+    info = get_worker_info()
+    if info is None or info.num_workers == 1:
+        return lambda: True
+    asked: list[bool] = []
+
+    class Watched(type(info)):  # type: ignore[misc]
+        __slots__ = ()  # else the object could not become one
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("id", "num_workers"):
+                asked.append(True)
+            return super().__getattribute__(name)
+
+    object.__setattr__(info, "__class__", Watched)
+    return lambda: bool(asked)
 
 
 def worker_init(own: Callable[[int], Any] | None = None, context: Any = None) -> Any:
