@@ -45,6 +45,28 @@ def test_weights_and_inputs_of_two_dtypes(tmp_path: Path, kind: str, dtype: torc
     assert remedy in text
 
 
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(self.embedding(ids) + x), labels)
+
+
+def test_a_column_of_tokens_is_not_blamed(tmp_path: Path) -> None:
+    sample = {"x": torch.randn(4), "ids": torch.tensor(1), "labels": torch.tensor(1)}
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", log_level="critical")
+    with pytest.raises(ValueError, match=r"the weights of Tokens are bfloat16, but the batch holds x \(float32\); "):
+        Trainer(Tokens().bfloat16(), args, [sample] * 8).train()
+
+
+def test_whole_numbers_as_inputs(tmp_path: Path) -> None:
+    text = said(tmp_path, Net(), torch.ones(4, dtype=torch.int64), torch.tensor(1))
+    assert "the weights of Net are float32, but the batch holds x (int64); convert one of them" in text
+
+
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:
     text = said(tmp_path, Net(), torch.randn(4), torch.tensor(1.0))
     assert "the labels are float32, but the loss of Net takes whole numbers (classes); give them as torch.int64" in text

@@ -30,6 +30,15 @@ def test_a_models_own_dtype_is_left_alone() -> None:
         assert nn.Linear(2, 2, dtype=torch.float64)(torch.ones(1, 2).double()).dtype == torch.float64
 
 
+def test_weights_of_float16_cannot_be_scaled() -> None:
+    precision, layer = Precision("fp16"), nn.Linear(2, 2).half()
+    precision.setup(CPU)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    precision.scaled(layer(torch.ones(1, 2).half()).sum()).backward()
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16' .* needs weights in float32, .* model\.float\(\)"):
+        precision.unscale(optimizer)
+
+
 @pytest.mark.parametrize("mode", ["fp32", "float16", "", None])
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
     with pytest.raises(ValueError, match=r"mixed_precision=.* is not known; use one of 'no', 'fp16', 'bf16'"):

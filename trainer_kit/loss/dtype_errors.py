@@ -11,6 +11,7 @@ from trainer_kit.utils.wrappers import model_class
 
 _INPUTS = r"must have the same dtype|should be the same|mixed dtype|does not match weight dtype"
 _WHOLE = r"expected (target dtype to be|scalar type) Long"
+_WHOLE_TYPES = r"\b([Ll]ong|[Ii]nt|[Ss]hort|Byte|Char|[Bb]ool|(un)?signed char)\b|all inputs must share"
 _FLOATS = r"can't be cast to the desired output type Long|Found dtype Long but expected"
 
 
@@ -39,7 +40,12 @@ def explain_dtypes(
             f"the labels are {_named(labels)}, but the loss of {name} takes floating-point numbers; give labels.float()"
         )
     weights = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
-    others = {column: dtype for column, dtype in columns.items() if dtype not in weights}
+    is_of_whole = re.search(_WHOLE_TYPES, text) is not None  # else columns of tokens have no part in it
+    others = {
+        column: dtype
+        for column, dtype in columns.items()
+        if dtype not in weights and (dtype.is_floating_point or is_of_whole)
+    }
     if len(weights) != 1 or not others or not re.search(_INPUTS, text):
         return None
     (weight,) = weights

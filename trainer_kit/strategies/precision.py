@@ -83,9 +83,21 @@ class Precision:
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the loss scale; further calls in the same step have no effect."""
+        """Divide an optimizer's gradients by the loss scale; further calls in the same step have no effect.
+
+        Raises:
+            ValueError: If the weights are float16, whose gradients cannot be scaled.
+        """
         if self.scaler is not None and not any(each is optimizer for each in self._unscaled):
-            self.scaler.unscale_(optimizer)
+            try:
+                self.scaler.unscale_(optimizer)
+            except ValueError as error:
+                if "FP16 gradients" not in str(error):
+                    raise
+                raise ValueError(
+                    "mixed_precision='fp16' scales gradients, which needs weights in float32, and some here are "
+                    "float16; call model.float(), or set mixed_precision='no'"
+                ) from error
             self._unscaled.append(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
