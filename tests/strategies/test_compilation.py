@@ -138,6 +138,11 @@ class Residual(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch_compile has backend='bogus', .* use one of .*'inductor'"):
+        compile_model(Own(), CompileOptions(backend="bogus"))
+
+
 @pytest.fixture
 def small_budget() -> Iterator[None]:
     """torch recomputes activations on its own."""

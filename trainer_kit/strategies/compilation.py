@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.utils.repeated_blocks import repeated_blocks
 from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class
 
@@ -28,9 +29,11 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
         options: What to compile, and how.
 
     Raises:
-        ValueError: If the options are regional and the model repeats no block, or torch would compute wrong gradients.
+        ValueError: If torch lacks the backend or would compute wrong gradients, or the options are regional and the
+            model repeats no block.
     """
     _avoid_wrong_gradients(model, options)
+    _check_backend(options.backend)
     if not options.regional:
         _compile(model, options)
         return
@@ -46,6 +49,17 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
             place = [*inspect.signature(module.forward).parameters].index("use_cache")
             module.register_forward_pre_hook(functools.partial(_without_cache, place), with_kwargs=True)
+
+
+def _check_backend(name: str) -> None:
+    from torch._dynamo.backends.registry import lookup_backend  # takes long to import
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        lookup_backend(name)
+    except InvalidBackend as error:
+        known = join_names(map(repr, torch.compiler.list_backends()), most=None)
+        raise ValueError(f"torch_compile has backend={name!r}, unknown to torch; use one of {known}") from error
 
 
 def _avoid_wrong_gradients(model: torch.nn.Module, options: CompileOptions) -> None:
