@@ -226,6 +226,7 @@ class _CheckpointedForward(_ReplacedForward):
 def _selective_contexts(module: nn.Module, entered: contextlib.ExitStack) -> tuple[Context, Context]:
     """Return the contexts of a module's forward pass and of its recomputation, with "save_matmuls"."""
     forward, again = create_selective_checkpoint_contexts(_keep_matmuls)
+    forward.respect_saved_tensors_hooks = False  # without a choice, torch 2.15 warns in an estimate
     return _without_cast_cache(forward, entered), _Explained(module, again)
 
 

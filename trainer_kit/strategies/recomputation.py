@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,10 +21,6 @@ _COMPARED = 3
 
 _SAMPLES = 256
 """Numbers of each tensor that are compared."""
-
-_OPTIONS: dict[str, Any] = {"use_reentrant": False}
-if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # without a choice, torch 2.15 warns
-    _OPTIONS["respect_saved_tensors_hooks"] = False
 
 _aten = torch.ops.aten
 # Products without a batch dimension: the scores of unfused attention would need more memory than the activations.
@@ -117,7 +112,7 @@ class Recomputation:
             return forward, _Restored(start, again)
 
         with set_checkpoint_early_stop(False) if compares else contextlib.nullcontext():
-            output = checkpoint(function, *args, context_fn=restoring, **_OPTIONS)
+            output = checkpoint(function, *args, use_reentrant=False, context_fn=restoring)
         start.keep_changed(compares)
         return output
 
