@@ -92,8 +92,9 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Opt
 
 def _sgd(model: nn.Module, groups: list[dict[str, Any]], rate: float, options: dict[str, Any]) -> torch.optim.Optimizer:
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    is_sharded = any(hasattr(parameter, "device_mesh") for group in groups for _, parameter in group["params"])
-    has_skipped = any(is_skipped(parameter) for group in groups for _, parameter in group["params"])
+    parameters = [parameter for group in groups for _, parameter in group["params"]]
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    has_skipped = any(map(is_skipped, parameters))
     # torch has no fused SGD for DTensor.
     if _can_fuse(groups, _SGD_DEVICES) and not (is_sparse or is_sharded or has_skipped or options.get("dampening")):
         return SGD(groups, lr=rate, fused=True, **options)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import inspect
+
 import torch
 from transformers import GPT2Config, GPT2Model
 
-from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from
+from trainer_kit.utils.transformers_models import is_transformers_model, loaded_from, place_of_use_cache
 
 
 def test_a_transformers_model_is_known_by_its_class() -> None:
@@ -11,6 +13,14 @@ def test_a_transformers_model_is_known_by_its_class() -> None:
     assert is_transformers_model(model)
     assert not is_transformers_model(model.h[0])
     assert not is_transformers_model(torch.nn.Sequential(model))
+
+
+def test_where_use_cache_stands() -> None:
+    model = GPT2Model(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, n_positions=4))
+    place = place_of_use_cache(model)
+    assert place is not None
+    assert [*inspect.signature(model.forward).parameters][place] == "use_cache"
+    assert place_of_use_cache(model.h[0]) is None
 
 
 def test_where_a_model_was_loaded_from() -> None:

@@ -282,7 +282,7 @@ class StreamReader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        divides = watch_division() if self.reading.worker_init_fn is None else None  # which may divide
+        divides = watch_division()
         if self._is_ready:
             begin_epoch(self.dataset.batches, self.epoch)
         else:
@@ -301,7 +301,7 @@ class StreamReader(IterableDataset[Any]):
             yield from self._batches(worker, cursor or _Cursor(self, worker), divides)
 
     def _batches(
-        self, worker: int, cursor: _Cursor, divides: Callable[[], bool] | None
+        self, worker: int, cursor: _Cursor, divides: Callable[[], bool]
     ) -> Iterator[tuple[int, list[Any], list[int], int, Any]]:
         full, is_last, keeps_state = self.layout.steps.batch_size, False, self.epoch >= 0
         collate, is_first = SeededCollator(self.reading, self.epoch), self.epoch <= 0 and not self._is_ready
@@ -314,7 +314,7 @@ class StreamReader(IterableDataset[Any]):
             if is_first and worker == self.layout.reader == 0:
                 role = "train_dataset" if keeps_state else "the dataset"
                 warn_of_ready_batches(role, batch[0], self.reading.collate)
-                if divides is not None and not divides():
+                if self.reading.worker_init_fn is None and not divides():  # else that function may divide
                     warn(
                         f"{role} does not ask in which of {self.reading.workers} workers it is read, so that each "
                         "gives all of its samples; let it give its share by torch.utils.data.get_worker_info(), or set "

@@ -151,7 +151,7 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity over all starts, up to the device's progress, without synchronization."""
-        self._entries.extend((self.activity, self._mark()))
+        self._add_entry((self.activity, self._mark()))
         self._fold()
         return dict(self._seconds)
 
@@ -279,7 +279,7 @@ class Ledger:
         if self._mark is HostClock.mark:
             while len(self._entries) > 2 and self._entries[-1] >= begin:
                 del self._entries[-2:]
-            self._entries.extend((activity, max(begin, self._entries[-1])))
+            self._add_entry((activity, max(begin, self._entries[-1])))
         self.enter(activity)
 
     def _fold(self) -> None:

@@ -17,7 +17,7 @@ from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.strategies.recomputation import SLOW, Context, Recomputation, differing
 from trainer_kit.utils.module_patterns import outermost_matches, prefixes
 from trainer_kit.utils.repeated_blocks import repeated_blocks
-from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.transformers_models import place_of_use_cache
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class
 
@@ -84,8 +84,8 @@ def checkpoint_modules(model: nn.Module, options: CheckpointingOptions) -> None:
     for module in _chosen(model, options):
         module.forward = _CheckpointedForward(module, options.policy)
     for module in model.modules():
-        if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
-            module.forward = _ForwardWithoutCache(module)
+        if (place := place_of_use_cache(module)) is not None:
+            module.forward = _ForwardWithoutCache(module, place)
 
 
 def _disable_own_checkpointing(model: nn.Module) -> None:
@@ -179,11 +179,16 @@ class _ReplacedForward:
 
 
 class _ForwardWithoutCache(_ReplacedForward):
-    """A transformers model's forward pass, without the key-value cache, which recomputation would fill twice."""
+    """A transformers model's forward pass, without the key-value cache, which recomputation would fill twice.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The model.
+        place: Place of `use_cache` among its parameters.
+    """
+
+    def __init__(self, module: nn.Module, place: int) -> None:
         super().__init__(module)
-        self._place = [*inspect.signature(self.forward).parameters].index("use_cache")
+        self._place = place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and kwargs.get("past_key_values") is None:

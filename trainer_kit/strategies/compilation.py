@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.utils.repeated_blocks import repeated_blocks
-from trainer_kit.utils.transformers_models import is_transformers_model
+from trainer_kit.utils.transformers_models import place_of_use_cache
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import model_class
@@ -46,8 +45,7 @@ def compile_model(model: torch.nn.Module, options: CompileOptions) -> None:
     for block in blocks:
         _compile(block, options)
     for module in model.modules():
-        if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
-            place = [*inspect.signature(module.forward).parameters].index("use_cache")
+        if (place := place_of_use_cache(module)) is not None:
             module.register_forward_pre_hook(functools.partial(_without_cache, place), with_kwargs=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -12,6 +13,14 @@ def is_transformers_model(model: torch.nn.Module) -> bool:
     """Return whether a model is a transformers model, whose `from_pretrained` reads config.json."""
     transformers = sys.modules.get("transformers.modeling_utils")  # imported already if the model is one
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def place_of_use_cache(model: torch.nn.Module) -> int | None:
+    """Return the place of `use_cache` among a transformers model's parameters; None without it, or for other models."""
+    if not is_transformers_model(model):
+        return None
+    names = [*inspect.signature(model.forward).parameters]
+    return names.index("use_cache") if "use_cache" in names else None
 
 
 def loaded_from(model: Any) -> str | None:
