@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.callbacks import EMA, read_log
@@ -44,9 +44,12 @@ class Stream(IterableDataset[Any]):
         self.place = 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         while self.place < self.samples:
             self.place += 1
-            yield {"x": torch.randn(8) + self.place, "labels": torch.tensor(self.place % 3)}
+            if self.place % workers == number:
+                yield {"x": torch.randn(8) + self.place, "labels": torch.tensor(self.place % 3)}
         self.place = 0
 
     def state_dict(self) -> dict[str, Any]:
