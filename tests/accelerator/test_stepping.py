@@ -220,3 +220,38 @@ def test_processes_that_joined_earlier_go_on_with_the_same_state() -> None:
     first, second = on_ranks(2, join_for_epochs)
     assert first == second
     assert first[2:4] == (6, [pytest.approx(0.1 / 2**6)])
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """SGD whose momentum is float32 for weights of 16 bits too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32))
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.data.sub_(0.1 * momentum.to(parameter.dtype))
+
+
+def join_with_wide_states() -> list[Any]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).to(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, WideMomentum(model.parameters()))
+    loader = accelerator.prepare(DataLoader(range(10), batch_size=2))
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            inputs = (batch[:, None] / torch.tensor([3, 7, 11, 13])).to(torch.bfloat16)
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [(str(each["momentum"].dtype), each["momentum"].tolist()) for each in optimizer.state.values()]
+
+
+@pytest.mark.distributed
+def test_joined_processes_share_wide_states_of_narrow_weights_exactly() -> None:
+    first, second = on_ranks(2, join_with_wide_states)
+    assert first == second
+    assert [dtype for dtype, _ in first] == ["torch.float32"] * 2

@@ -161,7 +161,7 @@ class Stepping(Checkpointing):
         longest, prepared, precision = taken.index(max(taken)), self._prepared, self.strategy.precision
         own = None
         if self.process_index == longest:
-            optimizers = [each.optimizer.state_dict() for each in prepared.optimizers]
+            optimizers = [self.strategy.optimizer_state(each.optimizer) for each in prepared.optimizers]
             schedulers = [each.state_dict() for each in prepared.schedulers]
             scale = None if precision is None else precision.state_dict()
             own = map_tensors(lambda tensor: tensor.detach().cpu(), (optimizers, schedulers, scale, self.flow.steps))
@@ -169,7 +169,7 @@ class Stepping(Checkpointing):
         if self.process_index == longest or state is None:
             return
         for optimizer, saved in zip(prepared.optimizers, state[0], strict=True):
-            optimizer.optimizer.load_state_dict(saved)
+            self.strategy.load_optimizer_state(optimizer.optimizer, saved)
         for scheduler, saved in zip(prepared.schedulers, state[1], strict=True):
             scheduler.load_state_dict(saved)
         if precision is not None:
