@@ -25,6 +25,7 @@ from trainer_kit.strategies.activation_checkpointing import (
     _keep_matmuls,
     checkpoint_modules,
     restore_modules,
+    warn_of_unused_checkpointing,
     watching_kept_results,
 )
 from trainer_kit.strategies.base import Strategy
@@ -485,6 +486,47 @@ def test_a_run_resumes_with_and_without_it(tmp_path: Path, first: Any, second: A
     whole = train(tmp_path / "whole", False, lr_scheduler_type="constant")
     assert resumed["losses"][:3] == whole["losses"][3:6]
     assert_same_bits(resumed["weights"], whole["weights"])
+
+
+class Bypassing(Blocks):
+    """Calls parts of its blocks, and nothing with gradients where `frozen`."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.embedding(x)
+        for block in self.blocks:
+            with torch.set_grad_enabled(not self.frozen and torch.is_grad_enabled()):
+                x = block(x) if self.frozen else block.down(block.up(x))
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_blocks_that_nothing_calls_with_gradients_are_a_warning(tmp_path: Path, frozen: bool) -> None:
+    trainer = Trainer(Bypassing(frozen), block_arguments(str(tmp_path), "auto", gradient_checkpointing=True), rows(8))
+    with pytest.warns(UserWarning, match="no effect: the first step did not call Block with gradients, at most parts"):
+        trainer.train()
+    named = block_arguments(str(tmp_path), "auto", gradient_checkpointing={"modules": ["blocks.*.up", "head"]})
+    Trainer(Bypassing(frozen), named, rows(8)).train()
+
+
+def test_layers_of_transformers_that_nothing_calls_are_a_warning() -> None:
+    model = gpt2()
+    Strategy().enable_activation_checkpointing(model)
+    with pytest.warns(UserWarning, match="no effect: the first step did not call what it recomputes with gradients"):
+        warn_of_unused_checkpointing(model)
+    model(**batch("gpt2"))
+    warn_of_unused_checkpointing(model)
+
+
+def test_what_compiled_blocks_call_is_not_known() -> None:
+    model = Blocks()
+    checkpoint_modules(model, ALL)
+    model.compile(backend="eager")
+    warn_of_unused_checkpointing(model)
 
 
 def train_on_ranks(folder: str, strategy: str, setting: Any, options: dict[str, Any], ddp: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loss.means import without_metrics
 from trainer_kit.optim import check_all_known
 from trainer_kit.run import TrainOutput
+from trainer_kit.strategies.activation_checkpointing import warn_of_unused_checkpointing
 from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.streams import warn_of_failed_streams
 
@@ -229,10 +230,12 @@ class TrainingLoop:
             self._read_metrics()
 
     def _check_first_step(self) -> None:
-        """Check what a step may have created: parameters, and the optimizer's state."""
+        """Check what a step may have created, parameters and the optimizer's state, and what it has not called."""
         run, self._has_checked_step = self.run, True
         assert run.optimizer is not None, "set up before the first step"
         check_all_known(run.optimizer, run.model, self._known)
+        if run.strategy.is_main:
+            warn_of_unused_checkpointing(run.model)
         if self.args.save_strategy != "no":
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 

@@ -19,7 +19,8 @@ from trainer_kit.utils.module_patterns import outermost_matches, prefixes
 from trainer_kit.utils.repeated_blocks import repeated_blocks
 from trainer_kit.utils.transformers_models import place_of_use_cache
 from trainer_kit.utils.units import join_names
-from trainer_kit.utils.wrappers import model_class
+from trainer_kit.utils.user_warnings import warn
+from trainer_kit.utils.wrappers import is_compiled_module, model_class
 
 _OWN = ("activation_checkpointing", "gradient_checkpointing")
 """Prefixes of transformers' methods: transformers 5 renamed them."""
@@ -43,21 +44,66 @@ def enable_own_checkpointing(model: nn.Module) -> bool:
 
 def guard_own_checkpointing(model: nn.Module) -> None:
     """Let a model's own activation checkpointing recompute as that of `checkpoint_modules` does."""
+    recompute = _OwnCheckpointing()
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):  # of transformers
-            vars(module)["_gradient_checkpointing_func"] = _recompute
+            vars(module)["_gradient_checkpointing_func"] = recompute
 
 
-def _recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward pass whose activations are recomputed in the backward pass."""
-    module = None if torch.compiler.is_compiling() else _module_of(function)
-    if module is None:
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if _RECOMPUTATION not in vars(module):
-        vars(module)[_RECOMPUTATION] = Recomputation(module)
-    return vars(module)[_RECOMPUTATION](function, args, kwargs)
+class _OwnCheckpointing:
+    """The function by which modules of a transformers model call what recomputes its activations.
+
+    Attributes:
+        has_run: Whether a forward pass with gradients has called it, not compiled.
+    """
+
+    def __init__(self) -> None:
+        self.has_run = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self.has_run = True
+        module = _module_of(function)
+        if module is None:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if _RECOMPUTATION not in vars(module):
+            vars(module)[_RECOMPUTATION] = Recomputation(module)
+        return vars(module)[_RECOMPUTATION](function, args, kwargs)
+
+
+def warn_of_unused_checkpointing(model: nn.Module) -> None:
+    """Warn if no forward pass has gone through a module whose activations are to be recomputed.
+
+    What compiled code calls is not known: where a part of the model is compiled, there is no warning.
+
+    Args:
+        model: The user's model, after a step.
+    """
+    if any(is_compiled_module(module) for module in model.modules()):
+        return
+    found = [each for module in model.modules() for each in _checkpointing_of(module)]
+    if not found or any(each.has_run for each in found):
+        return
+    classes = {model_class(each.module).__name__: None for each in found if isinstance(each, _CheckpointedForward)}
+    warn(
+        "gradient_checkpointing has no effect: the first step did not call "
+        f"{join_names(classes) or 'what it recomputes'} with gradients, at most parts of it; name modules that it "
+        "calls by gradient_checkpointing={'modules': [...]}, or use False"
+    )
+
+
+def _checkpointing_of(module: nn.Module) -> Iterator[_CheckpointedForward | _OwnCheckpointing]:
+    own = vars(module).get("_gradient_checkpointing_func")
+    if isinstance(own, _OwnCheckpointing):
+        yield own
+    replaced = vars(module).get("forward")
+    while isinstance(replaced, _ReplacedForward):
+        if isinstance(replaced, _CheckpointedForward):
+            yield replaced
+        replaced = replaced.forward
 
 
 def _module_of(function: Any) -> nn.Module | None:
@@ -205,10 +251,14 @@ class _CheckpointedForward(_ReplacedForward):
     Args:
         module: The module.
         policy: See `CheckpointingOptions`.
+
+    Attributes:
+        has_run: Whether it has run with gradients, not compiled.
     """
 
     def __init__(self, module: nn.Module, policy: str) -> None:
         super().__init__(module)
+        self.has_run = False
         self._is_selective = policy == "save_matmuls"
         self._recomputation = Recomputation(module)
 
@@ -221,6 +271,7 @@ class _CheckpointedForward(_ReplacedForward):
                 return checkpoint(function, *args, use_reentrant=False)
             selective = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
             return checkpoint(function, *args, use_reentrant=False, context_fn=selective)
+        self.has_run = True
         if not self._is_selective:
             return self._recomputation(self.forward, args, kwargs)
         with contextlib.ExitStack() as entered:  # torch 2.9 does not end the context of a pass that raises
