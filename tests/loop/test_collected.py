@@ -86,7 +86,7 @@ def test_half_precision_in_dicts_is_widened(dtype: torch.dtype) -> None:
     collected = Collected()
     logits = torch.tensor([[1.5, -2.0]], dtype=dtype)
     collected.add({"logits": logits, "parts": [logits, (logits, 3)]}, None)
-    (found,), _ = joined(collected)
+    found, _ = joined(collected)
     assert type(found["parts"][1]) is tuple
     for array in (found["logits"], found["parts"][0], found["parts"][1][0]):
         assert array.dtype == np.float32
@@ -124,6 +124,26 @@ def test_lists_and_tuples_of_columns_are_joined_by_column() -> None:
         collected.add(columns, tuple(columns), columns, samples=size)
     for zeros, ones in joined(collected):
         assert (zeros.tolist(), ones.tolist()) == ([0, 0, 0], [1, 1, 1])
+
+
+def test_dicts_are_joined_by_entry() -> None:
+    collected = Collected()
+    for size in (2, 1):
+        parts = {"a": torch.zeros(size), "b": (torch.ones(size, 2), {"c": torch.ones(size)})}
+        collected.add(parts, parts, samples=size)
+    for found in joined(collected):
+        assert (found["a"].tolist(), found["b"][0].tolist()) == ([0, 0, 0], [[1, 1]] * 3)
+        assert found["b"][1]["c"].tolist() == [1, 1, 1]
+
+
+def test_dicts_of_labels_may_hold_an_entry_for_each_sample() -> None:
+    collected = Collected()
+    for first, size in ((0, 3), (3, 1)):
+        sizes = [torch.full((place,), place) for place in range(first, first + size)]
+        collected.add(torch.zeros(size), {"ragged": sizes, "ids": torch.arange(first, first + size)}, samples=size)
+    labels = joined(collected).label_ids
+    assert [each.tolist() for each in labels["ragged"]] == [[], [1], [2, 2], [3, 3, 3]]
+    assert labels["ids"].tolist() == [0, 1, 2, 3]
 
 
 def test_dicts_within_outputs_are_no_samples() -> None:

@@ -97,9 +97,22 @@ def test_counts_on_a_device_give_the_same(case: str, tmp_path: Any, monkeypatch:
         ({"start_positions": 1, "end_positions": 2, "class_labels": 3}, ["class_labels"], (1, 2)),
         ({"x": 0, "labels": [{"boxes": 1}]}, [], [{"boxes": 1}]),
         ([[0, 0], ({"boxes": 1}, {"boxes": 2})], [], ({"boxes": 1}, {"boxes": 2})),
-        ([torch.zeros(2), [torch.zeros(2), torch.ones(2)]], [], None),
+        ([torch.zeros(2), ["a", "b"]], [], None),
         ({"x": 0, "label": 1}, [], None),
     ],
 )
 def test_default_targets(batch: Any, columns: list[str], expected: Any) -> None:
     assert targets_of(batch, None, columns) == expected
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [torch.zeros(2), torch.ones(2)],
+        (torch.zeros(2), {"b": [torch.ones(2)]}),
+        {"a": torch.zeros(2), "b": torch.ones(2)},
+    ],
+)
+def test_default_targets_may_be_nested(labels: Any) -> None:
+    assert targets_of([torch.zeros(2), labels], None) is labels
+    assert targets_of({"x": torch.zeros(2), "labels": labels}, None) is labels

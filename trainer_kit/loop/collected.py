@@ -139,16 +139,28 @@ def _joined_present(name: str, parts: list[Any], sizes: list[int | None], fill: 
     parts[:] = [part for part in parts if part is not None]
     if not parts:
         return None
-    if _is_per_sample(parts, sizes, name in _LISTED):
+    if name in _LISTED:
+        return _joined_lists(name, parts, sizes, fill)
+    return _chained(parts) if _is_per_sample(parts, sizes, False) else _joined(name, parts, fill)
+
+
+def _joined_lists(name: str, parts: list[Any], sizes: list[int | None], fill: int) -> Any:
+    """Join what may be, or hold in a tuple or a mapping, lists with an entry for each sample. Empties the list."""
+    if _is_per_sample(parts, sizes, True):
         return _chained(parts)
-    if name in _LISTED and isinstance(parts[0], tuple):  # columns, each of which may have an entry for each sample
-        _check_kinds(name, parts)
-        columns = [list(column) for column in zip(*parts, strict=True)]
-        return tuple(
-            _chained(column) if _is_per_sample(column, sizes, True) else _joined(name, column, fill)
-            for column in columns
-        )
-    return _joined(name, parts, fill)
+    if not isinstance(parts[0], (tuple, Mapping)):
+        return _joined(name, parts, fill)
+    _check_kinds(name, parts)
+    return _by_entry(parts, lambda entries: _joined_lists(name, entries, sizes, fill))
+
+
+def _by_entry(parts: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """Join sequences or mappings of one structure by entry, to a tuple or a dict. Empties the list."""
+    is_mapping = isinstance(parts[0], Mapping)
+    entries = {key: [part[key] for part in parts] for key in (parts[0] if is_mapping else range(len(parts[0])))}
+    parts.clear()
+    joined = {key: join(column) for key, column in entries.items()}
+    return joined if is_mapping else tuple(joined.values())
 
 
 def _is_per_sample(parts: list[Any], sizes: list[int | None], are_labels: bool) -> bool:
@@ -206,10 +218,8 @@ def _kind(part: Any) -> str:
 def _joined(name: str, parts: list[Any], fill: int) -> Any:
     """Concatenate the batches' arrays; pad those that differ in further dimensions. Empties the list."""
     _check_kinds(name, parts)
-    if isinstance(parts[0], (tuple, list)):
-        columns = [list(column) for column in zip(*parts, strict=True)]
-        parts.clear()
-        return tuple(_joined(name, column, fill) for column in columns)
+    if isinstance(parts[0], (tuple, list, Mapping)):
+        return _by_entry(parts, lambda entries: _joined(name, entries, fill))
     if not isinstance(parts[0], np.ndarray):
         return [map_tensors(_wide, part, np.ndarray) for part in parts]
     parts[:] = map(np.atleast_1d, parts)  # one number of a batch

@@ -344,7 +344,9 @@ def ignored_outputs(module: torch.nn.Module) -> Sequence[str]:
 
 
 def _is_batched(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+    """Return whether a value is a tensor with samples, or a nested list, tuple or mapping of such ones."""
+    dimensions = [each.ndim for each in tensors(value)]
+    return bool(dimensions) and all(dimensions)
 
 
 @contextlib.contextmanager

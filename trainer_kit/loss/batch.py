@@ -126,23 +126,25 @@ def targets_of(batch: Any, names: Sequence[str] | None, label_columns: Sequence[
 def _default_targets(batch: Any, label_columns: Sequence[str]) -> Any:
     labels = labels_of(batch)
     if labels is None:
-        labels = _listed_labels(batch)
+        labels = _nested_labels(batch)
     if labels is not None or not isinstance(batch, Mapping):
         return labels
     positions = _columns_in(batch, _POSITIONS)
     return _one_or_all(positions if len(positions) == len(_POSITIONS) else _columns_in(batch, label_columns))
 
 
-def _listed_labels(batch: Any) -> Any:
-    """Return labels that are a list or tuple, such as the targets of detection models; None without them."""
+def _nested_labels(batch: Any) -> Any:
+    """Return labels that are no tensor, such as the targets of detection models or of several tasks; None without."""
     if isinstance(batch, (tuple, list)):
         labels = batch[-1] if len(batch) > 1 else ()
-        is_listed = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
+        is_mappings = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
+        is_nested = is_mappings or any(True for _ in tensors(labels))
     else:
         name = _label_name(batch)
         labels = () if name is None else _entry(batch, name)
         is_listed = isinstance(labels, (tuple, list)) and not any(isinstance(each, str) for each in labels)
-    return labels if is_listed and len(labels) else None
+        is_nested = is_listed or isinstance(labels, Mapping)
+    return labels if is_nested and len(labels) else None
 
 
 def _columns_in(batch: Mapping[Any, Any], names: Sequence[str]) -> tuple[Any, ...]:
