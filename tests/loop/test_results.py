@@ -106,6 +106,8 @@ def test_a_dataset_is_chosen_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_dir()
     with pytest.raises(ValueError, match="'c' is no name in the Trainer's eval_dataset: its names are 'a', 'b'"):
         mine.evaluate("c")
+    with pytest.raises(ValueError, match=r"eval_dataset=\{\} holds no dataset; give at least one"):
+        mine.evaluate({})
 
 
 @pytest.mark.distributed

@@ -51,9 +51,15 @@ class EvaluationLoop:
         self._evaluator = Evaluator(run, probe, metrics, compute_metrics, preprocess_logits, generation)
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, Any]:
-        """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix."""
+        """Return the metrics of a dataset, or of a dict of datasets with each dataset's name in the prefix.
+
+        Raises:
+            ValueError: If the dict is empty.
+        """
         if not is_named(dataset):
             return self.predict(dataset, prefix, keep=False).metrics
+        if not dataset:
+            raise ValueError("eval_dataset={} holds no dataset; give at least one by its name")
         metrics: dict[str, Any] = {}
         for name, each in dataset.items():
             metrics |= self.predict(each, f"{prefix}_{name}", keep=False).metrics
