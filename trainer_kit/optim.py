@@ -152,6 +152,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     check_fused(optimizer)
 
 
+def may_draw(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether the steps of an optimizer may draw random numbers: those of torch and of this package do not."""
+    return not type(optimizer).__module__.startswith(("torch.optim.", "trainer_kit."))
+
+
 def check_all_known(optimizer: torch.optim.Optimizer, model: nn.Module, known: Collection[str]) -> None:
     """Check that an optimizer holds the parameters that a model has got since it was made.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kit.datasets import points
 from kit.models import Linear, Poisoned
+from kit.ranks import on_ranks
 from kit.trainer import arguments
 from torch import nn
 
@@ -152,3 +153,44 @@ def test_the_parameter_is_named_right_where_experts_take_turns(tmp_path: Path) -
 
     with pytest.raises(NonFiniteError, match=r"step 4 is not finite: .* b\.weight"):
         Trainer(Experts(), arguments(tmp_path, max_steps=6), points()).train()
+
+
+class Rounding(torch.optim.SGD):
+    """Adds noise to the weights, as an optimizer that rounds stochastically does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(torch.rand_like(parameter), alpha=1e-2)
+
+
+class Noise(Callback):
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        for parameter in run.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(torch.randn_like(parameter), alpha=1e-2)
+
+
+def noisy_weights(folder: str, size: int, accumulation: int, noise: str) -> Any:
+    """Weights of this rank after a training with an optimizer, or a callback, that draws random numbers."""
+    torch.manual_seed(0)
+    model = Linear().double()
+    samples = [(x.double(), labels) for x, labels in points(23)]
+    args = arguments(
+        Path(folder), per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=7
+    )
+    optimizer = (Rounding if noise == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    Trainer(model, args, samples, optimizer=optimizer, callbacks=[Noise()] if noise == "callback" else []).train()
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("noise", ["optimizer", "callback"])
+def test_ranks_draw_the_same_numbers_in_an_update(tmp_path: Path, noise: str) -> None:
+    first, second = on_ranks(2, noisy_weights, str(tmp_path / "two"), 3, 1, noise)
+    assert first == second
+    if noise == "optimizer":
+        alone = noisy_weights(str(tmp_path / "one"), 3, 2, noise)
+        assert first.keys() == alone.keys()
+        for name, value in first.items():
+            torch.testing.assert_close(torch.tensor(alone[name]), torch.tensor(value), rtol=1e-12, atol=1e-12)

@@ -21,8 +21,12 @@ from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loss.loss import scale_gradients, weighed
 from trainer_kit.loss.means import add_sums, sum_values
 from trainer_kit.loss.probe import LossProbe
+from trainer_kit.optim import may_draw
 from trainer_kit.run import Run
 from trainer_kit.strategies.regroup import Regroupable
+
+_UPDATE = -1
+"""Number by which the seed of an optimizer's step differs from those of its micro-batches."""
 
 _SYNC = contextlib.nullcontext()
 """The context of a step's last micro-batch, in which ranks synchronize their gradients."""
@@ -70,6 +74,8 @@ class TrainStep:
         self._sync = sync
         self._item_count: Any = None  # of the current step, if compute_loss returns (loss_sum, count)
         self._to_device: Callable[[Any], Any] = self._probe_on_device
+        # With several ranks, callbacks may draw random numbers too, which have to be the same on all of them.
+        self._seeds_update = not run.strategy.collectives.is_alone or may_draw(run.optimizer)
         self.open_data()
 
     def open_data(self) -> None:
@@ -133,6 +139,8 @@ class TrainStep:
         ):  # the optimizer's step becomes one computation of its own
             strategy.device_info.mark_step()
         self._checkpoints.saver.wait_for_staging()
+        if self._seeds_update:
+            strategy.seed(mix(args.seed, global_batch.epoch, global_batch.start, _UPDATE))
         call("on_pre_optimizer_step", run)
         run.ledger.enter("optimizer")
         run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
