@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import on_ranks
 from scenarios.task import SAMPLES, Formats, Net, Noisy, StatelessStream, StopAt, Stream, digest, make_trainer
 
 from trainer_kit import Callback, Run, load_checkpoint_in_model
@@ -67,6 +68,48 @@ def test_weights_that_are_not_row_major_resume_with_the_same_bits(tmp_path: Path
     assert [each.stride() for each in other.parameters()] == strides
     pairs = zip(other.parameters(), again.run.model.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
+
+
+class OneElement(Net):
+    """Has a buffer of one element with a stride, which torch calls contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("limit", torch.arange(12.0).view(3, 4)[:1, 2])
+
+
+class Sliced(torch.optim.SGD):
+    """Keeps each eleventh number that the parameters begin with, as Prodigy does: one with a stride for small ones."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("start", parameter.detach().flatten()[::11].clone())
+            parameter.grad += 1e-3 * state["start"].mean()
+        super().step(closure)
+
+
+def resume_one_element(folder: str) -> bool:
+    def train(name: str, *callbacks: Callback) -> str:
+        torch.manual_seed(0)
+        model = OneElement()
+        optimizer = Sliced(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = make_trainer(Path(folder) / name, *callbacks, model=model, optimizer=optimizer, max_steps=6)
+        trainer.train(resume_from_checkpoint=True)
+        return digest(trainer)
+
+    straight = train("straight")
+    train("resumed", StopAt(3))
+    return train("resumed") == straight
+
+
+def test_one_element_with_a_stride_is_saved(tmp_path: Path) -> None:
+    assert resume_one_element(str(tmp_path))
+
+
+@pytest.mark.distributed
+def test_ranks_save_one_element_with_a_stride(tmp_path: Path) -> None:
+    assert all(on_ranks(2, resume_one_element, str(tmp_path)))
 
 
 @pytest.mark.parametrize("stream", [Stream, StatelessStream])

@@ -143,6 +143,7 @@ def make_trainer(
     dataset: Any = None,
     model: torch.nn.Module | None = None,
     strategy: Strategy | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **changes: Any,
 ) -> Trainer:
     """The task's Trainer; `changes` are arguments."""
@@ -154,8 +155,8 @@ def make_trainer(
     }  # fmt: skip
     torch.manual_seed(0)
     args = TrainingArguments(**(arguments | changes))
-    listeners = [EMA(decay=0.9), *callbacks]
-    return Trainer(model or Net(), args, dataset or Noisy(), Noisy(10), callbacks=listeners, strategy=strategy)
+    given: dict[str, Any] = {"callbacks": [EMA(decay=0.9), *callbacks], "strategy": strategy, "optimizer": optimizer}
+    return Trainer(model or Net(), args, dataset or Noisy(), Noisy(10), **given)
 
 
 def logged_losses(output_dir: Path) -> list[tuple[int, float, float]]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from trainer_kit.utils.vectors import as_vector
+
 _CHUNK = 2**20  # integers; the products of a chunk take 8 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -58,7 +60,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as a vector of integers of at most 32 bits, without a copy if it is contiguous."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.resolve_neg().contiguous().reshape(-1)
+    flat = as_vector(tensor.resolve_neg())
     is_aligned = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
     return flat.view(torch.int32 if is_aligned else _INTEGERS[flat.element_size()])
 

@@ -21,6 +21,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, COMPLEX, D
 from trainer_kit.errors import CheckpointError, UnreadableError
 from trainer_kit.utils.box import Box, Part
 from trainer_kit.utils.units import join_names
+from trainer_kit.utils.vectors import as_vector
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _AS_COMPLEX = {real: dtype for dtype, real in AS_REAL.items()}
@@ -323,7 +324,8 @@ def _targets(tensor: torch.Tensor, entry: TensorEntry, box: Box) -> Iterator[tup
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    assert tensor.is_contiguous(), "what is read would end up in a copy"
+    return as_vector(tensor.detach()).view(torch.uint8).numpy()
 
 
 def _jobs(targets: Iterable[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:

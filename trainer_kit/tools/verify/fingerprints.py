@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from trainer_kit.utils.vectors import as_vector
+
 GENERATOR = "generator "
 """Prefix of a random generator's mark."""
 
@@ -101,8 +103,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a plain tensor's bytes on the host."""
     tensor = tensor.detach()
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    host = dense.resolve_conj().resolve_neg().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().data
+    host = dense.resolve_conj().resolve_neg().cpu()
+    return as_vector(host).view(torch.uint8).numpy().data
 
 
 def _checksum(data: bytes | memoryview) -> str:
