@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from xxhash import xxh3_64
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
+from trainer_kit.data.iterable_loader import StreamEvaluation, StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import ReadyBatches
@@ -208,7 +208,7 @@ def test_a_dataset_that_all_workers_read_whole_is_a_warning(dataset: Plain, work
     """Each sample comes as often as there are workers, without a word of torch."""
 
     def samples() -> int:
-        batches = stream_evaluation_batches(dataset, Layout(2), LoaderConfig(stack, SEED, workers))
+        batches = StreamEvaluation(dataset, Layout(2), LoaderConfig(stack, SEED, workers))
         return sum(len(batch["x"]) for batch, _ in batches)
 
     if not is_warned:
@@ -418,7 +418,7 @@ def test_a_state_is_a_copy() -> None:
 def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
     def evaluated() -> list[list[list[float]]]:
         reading = LoaderConfig(stack, SEED, workers)
-        found = list(stream_evaluation_batches(Plain(11), Layout(4), reading))
+        found = list(StreamEvaluation(Plain(11), Layout(4), reading))
         assert sum(counts.samples for _, counts in found) == 11
         return [batch["x"].tolist() for batch, _ in found]
 
@@ -608,7 +608,7 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
 def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
     def evaluated(layout: Layout) -> list[Any]:
-        found = list(stream_evaluation_batches(Plain(length), layout, LoaderConfig(stack, SEED)))
+        found = list(StreamEvaluation(Plain(length), layout, LoaderConfig(stack, SEED)))
         assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
         return [batch["x"].tolist() for batch, _ in found]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,46 @@ def train_shares(folder: str) -> None:
 def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
     for result in try_on_ranks(2, train_shares, str(tmp_path)):
         assert "train_dataset does not give all processes the same samples" in str(result.error)
+
+
+class Halves(torch.utils.data.IterableDataset[Any]):
+    """Gives each rank as many samples: all of them alike, its half, or all of them in an order of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Any:
+        found, rank = points(16), own_rank()
+        if self.kind == "half":
+            found = found[rank::2]
+        elif self.kind == "shuffled" and rank:
+            found = found[::-1]
+        return iter(found)
+
+
+def warnings_of_halves(folder: str, kind: str, workers: int) -> tuple[list[str], list[str]]:
+    """What a training and an evaluation warn of."""
+    args = quiet(folder, max_steps=5, dataloader_num_workers=workers)
+    trainer = Trainer(Branches(), args, Halves(kind), strategy=DDP(device="cpu", find_unused_parameters=True))
+    found = []
+    for task in (trainer.train, lambda: trainer.evaluate(Halves(kind))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            task()
+        found.append([str(each.message) for each in caught if "different samples" in str(each.message)])
+    return found[0], found[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "workers"), [("all", 0), ("half", 0), ("half", 1), ("shuffled", 0)])
+def test_streams_that_differ_between_ranks_are_a_warning(tmp_path: Path, kind: str, workers: int) -> None:
+    (train, evaluate), others = on_ranks(2, warnings_of_halves, str(tmp_path), kind, workers)
+    assert others == ([], [])
+    if kind == "all":
+        assert (train, evaluate) == ([], [])
+        return
+    assert [message[:47] for message in train] == ["train_dataset gives the processes different sam"]
+    assert [message[:53] for message in evaluate] == ["the dataset to evaluate gives the processes different"]
 
 
 class Masked(torch.utils.data.Dataset[Any]):

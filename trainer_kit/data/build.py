@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from trainer_kit.data.collate import (
     warn_of_ready_batches,
 )
 from trainer_kit.data.columns import without_unused_columns
-from trainer_kit.data.iterable_loader import StreamLoader, stream_evaluation_batches
+from trainer_kit.data.iterable_loader import StreamEvaluation, StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
@@ -141,7 +141,7 @@ def make_train_loader(
 
 def make_evaluation_batches(
     run: Run, dataset: Any, reading: LoaderConfig, size: int | None = None
-) -> Iterator[tuple[Any, Counts]]:
+) -> Iterable[tuple[Any, Counts]]:
     """Return the batches of an evaluation with their counts.
 
     Args:
@@ -159,7 +159,7 @@ def make_evaluation_batches(
     if run.state.eval_batch is not None and not source.is_iterable:  # batches of a loader's own size are cut
         layout = layout._replace(limit=run.state.eval_batch * run.strategy.devices)
     if source.is_iterable:
-        return stream_evaluation_batches(source.dataset, layout, reading)
+        return StreamEvaluation(source.dataset, layout, reading)
     plan = None
     if source.sampler is not None:
         order = SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0)

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from trainer_kit.data.digest import digest
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, SeededCollator, StreamReader
 from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
@@ -240,8 +243,9 @@ class StreamLoader:
             window = GlobalBatch(
                 epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=state
             )
-            if self._is_ready and state is not None and (digest := state["workers"][0]["digest"]) is not None:
-                window.fingerprint = int(digest, 16) % 2**40
+            if state is not None and self.layout.readers > 1:
+                digests = "".join(worker["digest"] or "" for worker in state["workers"])
+                window.fingerprint, window.may_differ = xxh3_64_intdigest(digests.encode()) % 2**40, not self._is_ready
             pieces = [*_pieces(fetched, self.layout, collate)]
             for piece in pieces:
                 window.add(piece.counts)
@@ -281,15 +285,43 @@ class StreamLoader:
                 yield _Batch(read, start, part)
 
 
-def stream_evaluation_batches(dataset: Any, layout: Layout, reading: LoaderConfig) -> Iterator[tuple[Any, Counts]]:
-    """Yield this process's batches of an evaluation over an iterable dataset, with their counts.
+def different_samples(role: str) -> str:
+    """Return the warning for a stream of samples, called `role`, that differs between the processes."""
+    return (
+        f"{role} gives the processes different samples: if it divides itself by rank, or shuffles with a seed of each "
+        "process, some are lost or repeated, since each process takes its share of the whole stream; give all of them "
+        "the same one"
+    )
+
+
+class StreamEvaluation:
+    """This process's batches of an evaluation over an iterable dataset, with their counts.
 
     Every process reads the whole dataset. Its k-th batch is number k * readers + reader, in the order of the dataset
     or, with several workers, of their batches in turn.
+
+    Args:
+        dataset: The dataset.
+        layout: Batch size and processes.
+        reading: How samples are read.
+
+    Attributes:
+        fingerprint: Digest of what this process has read in the last pass, the same on all processes; 0 for one.
     """
-    for read in islice(StreamReader(dataset, layout, reading).rounds(), layout.reader, None, layout.readers):
-        for batch, samples in zip(read.parts, read.sizes, strict=True):
-            yield batch, count(batch, samples)
+
+    def __init__(self, dataset: Any, layout: Layout, reading: LoaderConfig) -> None:
+        self.fingerprint = 0
+        self._reader, self._layout = StreamReader(dataset, layout, reading), layout
+
+    def __iter__(self) -> Iterator[tuple[Any, Counts]]:
+        layout, found = self._layout, xxh3_64()
+        for number, read in enumerate(self._reader.rounds()):
+            if layout.readers > 1:
+                found.update(digest(read.parts) or b"")
+            if number % layout.readers == layout.reader:
+                for batch, samples in zip(read.parts, read.sizes, strict=True):
+                    yield batch, count(batch, samples)
+        self.fingerprint = found.intdigest() if layout.readers > 1 else 0
 
 
 def _dealt(batches: Iterator[_Batch], layout: Layout, number: int) -> _Row | None:

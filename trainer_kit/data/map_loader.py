@@ -45,6 +45,7 @@ class GlobalBatch:
         shifted: Items of the step for a model that shifts its labels.
         data_state: State from which an iterable dataset or a sampler resumes after this step; None without one.
         fingerprint: Digest of what this process has read, below 2**40, if all processes must read the same; else 0.
+        may_differ: Whether another fingerprint is a warning only: random changes of samples may differ.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class GlobalBatch:
     shifted: Any = 0
     data_state: dict[str, Any] | None = None
     fingerprint: int = 0
+    may_differ: bool = False
 
     def add(self, counts: Counts) -> None:
         self.samples += counts.samples

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer_kit.data.iterable_loader import StreamEvaluation, different_samples
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
@@ -44,6 +45,7 @@ from trainer_kit.strategies.base import clear_frames
 from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generators_kept
+from trainer_kit.utils.user_warnings import warn
 
 
 class _Tally(NamedTuple):
@@ -57,6 +59,7 @@ class _Tally(NamedTuple):
         interrupted: Whether the process stopped early.
         means: Sums and numbers of items of what the passes logged, by name.
         lacks: The device's out-of-memory message; None without one.
+        fingerprint: Digest of what all processes have to read alike; 0 without one.
     """
 
     samples: int
@@ -66,6 +69,7 @@ class _Tally(NamedTuple):
     interrupted: bool
     means: dict[str, tuple[float, float]]
     lacks: str | None = None
+    fingerprint: int = 0
 
 
 class _Wanted(NamedTuple):
@@ -259,7 +263,11 @@ class Evaluator:
                 interrupted = run.requests.exit_code is not None or strategy.session.is_preempted
                 if interrupted:
                     break
-        return _Tally(samples, steps, totals.loss.sums(), self.loss.shifts, interrupted, totals.logged.sums())
+        fingerprint = batches.fingerprint if isinstance(batches, StreamEvaluation) else 0
+        logged = totals.logged.sums()
+        return _Tally(
+            samples, steps, totals.loss.sums(), self.loss.shifts, interrupted, logged, fingerprint=fingerprint
+        )
 
     def _forward(
         self,
@@ -373,6 +381,8 @@ class Evaluator:
                 raise DoesNotFitError(tally.lacks)
         if not any(tally.samples for tally in tallies):
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
+        if len({tally.fingerprint for tally in tallies}) > 1 and self.run.strategy.is_main:
+            warn(different_samples("the dataset to evaluate"))
         # A process whose batches did not show it takes the answer of another one.
         self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
         return collectives.once_a_reader(tallies)

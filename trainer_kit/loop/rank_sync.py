@@ -14,11 +14,13 @@ import torch
 import xxhash
 
 from trainer_kit.config.event_schedule import EventSchedule
+from trainer_kit.data.iterable_loader import different_samples
 from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.source import data_length
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote
+from trainer_kit.utils.user_warnings import warn
 
 TOLD_TO_LEAVE = 143
 """Exit code where no signal to this process is the reason."""
@@ -70,7 +72,7 @@ class RankSync:
         self.pending = Requests()
         self.disagreement: str | None = None
         self.all_have_read = True
-        self.votes_ahead = False
+        self.votes_ahead = self._has_warned = False
         self._vote = Vote(run.strategy.collectives.all_reduce_ints)
         self._is_open = self._is_ahead = False  # whether votes may begin within a step
         self._schedule = EventSchedule(run.args)
@@ -161,7 +163,7 @@ class RankSync:
         present = sums[_HERE]
         self.all_have_read = present[0] == collectives.world_size
         if window is not None:
-            self.disagreement = _disagreement(here, present, collectives.world_size)
+            self._compare(window, here, present)
         if collectives.world_size > 1:
             if not run.strategy.static_shapes:  # else the sums are those of the device, which has more to do
                 run.ledger.slowest += seconds
@@ -178,6 +180,16 @@ class RankSync:
             pending.stop = True
             pending.save = pending.save or run.args.save_strategy != "no"
         return True
+
+    def _compare(self, window: GlobalBatch, here: tuple[int, int, int, int], sums: Sequence[int]) -> None:
+        """Note what is wrong unless all ranks have read the same, or warn of it."""
+        strategy, compared = self.run.strategy, 3 if window.may_differ else 4
+        processes = strategy.collectives.world_size
+        self.disagreement = _disagreement(here[:compared], sums[:compared], processes)
+        if self.disagreement is None and not self._has_warned and here[3] * processes != sums[3]:
+            self._has_warned = True
+            if strategy.is_main:
+                warn(different_samples("train_dataset"))
 
     def _flags(self) -> list[bool]:
         """Return this rank's requests; the last one says whether it leaves the run."""
@@ -223,7 +235,7 @@ def _clear(asked: Requests, flags: Sequence[bool]) -> None:
             setattr(asked, name, False)
 
 
-def _disagreement(here: tuple[int, int, int, int], sums: Sequence[int], processes: int) -> str | None:
+def _disagreement(here: Sequence[int], sums: Sequence[int], processes: int) -> str | None:
     """Return what is wrong unless all ranks have a next global batch that ends at the same position."""
     if sums[0] < processes:
         return "another process of this run could not read its data; its own error says why"
