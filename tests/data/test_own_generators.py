@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,29 @@ class UsesHelper:
 
     def __getitem__(self, index: int) -> float:
         return helper() + self.unused
+
+
+class Slots:
+    __slots__ = ("__rng", "unset")
+
+    def __init__(self, rng: Any) -> None:
+        self.__rng = rng
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    transform: Any
+
+
+class UsesNothing: ...
+
+
+class Read(torch.utils.data.Dataset[Any]):
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return 1
 
 
 def closure() -> Callable[[], float]:
@@ -90,6 +115,11 @@ def test_a_generator_is_seeded(kind: str) -> None:
         lambda own, kept=None: lambda kept=own: kept,
         lambda own: torch.utils.data.Subset(Holder(rng=own), [0]),  # type: ignore[arg-type]
         lambda own: torch.nn.Sequential(_noise(own)),
+        lambda own: Slots(own),
+        lambda own: Frozen(transform=Slots(own)),
+        lambda own: type("Shared", (UsesNothing,), {"rng": own})(),
+        lambda own: deque([len, own], maxlen=3),
+        lambda own: torch.utils.data.ConcatDataset([Read(own) for _ in range(120)]),
     ],
 )
 def test_where_a_generator_is_found(place: Callable[[Any], Any]) -> None:

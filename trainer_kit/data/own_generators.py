@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import mix
@@ -21,7 +23,7 @@ from trainer_kit.data.sampling import mix
 _STDLIB = os.path.dirname(os.__file__)
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
 _LONGEST = 100
-"""Longest list or dict to look through: a longer one holds data."""
+"""Longest list or dict to look through: a longer one holds data, unless it is a list of datasets."""
 _DEEPEST = 16
 """Deepest level to look at; pipelines nest: each has its steps in a list, below the format of a dataset."""
 _MOST = 2_000
@@ -31,9 +33,9 @@ _MOST = 2_000
 class OwnGenerators:
     """Random generators that objects and functions hold, which `find` finds and `seed` seeds like the global ones.
 
-    They are looked for in attributes, short lists and dicts, arguments of `functools.partial`, closures, and in the
-    global names that functions and methods use. A generator that an installed package keeps as a global name is left
-    alone.
+    They are looked for in attributes, of classes and in slots too, short lists, deques and dicts, lists of datasets,
+    arguments of `functools.partial`, closures, and in the global names that functions and methods use. A generator that
+    an installed package keeps as a global name is left alone.
 
     Args:
         owners: Datasets and collators.
@@ -107,8 +109,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield what an object holds, with names."""
     if isinstance(value, dict):
         yield from _named(value) if len(value) <= _LONGEST else ()
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value) if len(value) <= _LONGEST else ()
+    elif isinstance(value, (list, tuple, deque)):
+        yield from enumerate(value) if len(value) <= _LONGEST or isinstance(value[0], Dataset) else ()
     elif isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -117,11 +119,21 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _of_function(value)
     else:
         yield from _named(getattr(value, "__dict__", {}))
+        yield from _of_class(value)
         yield from chain.from_iterable(map(_of_function, _methods(value.__class__)))
 
 
 def _named(values: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
     return ((key if isinstance(key, str) else place, each) for place, (key, each) in enumerate(values.items()))
+
+
+def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds in slots, and the generators that its classes hold for all their objects."""
+    for name, member in chain.from_iterable(vars(base).items() for base in value.__class__.__mro__):
+        if isinstance(member, types.MemberDescriptorType):
+            yield name, getattr(value, name, None)
+        elif _is_generator(member):
+            yield name, member
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
