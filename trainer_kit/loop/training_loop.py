@@ -26,6 +26,7 @@ from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loss.means import without_metrics
+from trainer_kit.loss.outside_modules import OutsideModules
 from trainer_kit.optim import check_all_known
 from trainer_kit.run import TrainOutput
 from trainer_kit.strategies.activation_checkpointing import warn_of_unused_checkpointing
@@ -80,6 +81,7 @@ class TrainingLoop:
         self._is_stopping = False
         self._has_checked_step = False
         self._known = {name for name, _ in self.run.model.named_parameters()}
+        self._outside = OutsideModules(self.loss.compute_loss, self.run.model)
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
         self._best = BestMetric(checkpoints)
 
@@ -236,6 +238,7 @@ class TrainingLoop:
         check_all_known(run.optimizer, run.model, self._known)
         if run.strategy.is_main:
             warn_of_unused_checkpointing(run.model)
+            self._outside.warn(run.optimizer, run.stateful.values(), self.args.save_strategy != "no")
         if self.args.save_strategy != "no":
             self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 

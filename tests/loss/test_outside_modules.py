@@ -1,0 +1,143 @@
+"""What `compute_loss` uses outside of the model is warned of where a training would lose it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.trainer import arguments
+from torch import nn
+
+from trainer_kit import Trainer
+
+FORGOTTEN = "compute_loss computes gradients for weights of Criterion, which the optimizer does not have"
+UNSAVED = "the optimizer has parameters that are not the model's (1), which no checkpoint holds"
+CHANGED = "compute_loss changes buffers of Criterion, which no checkpoint holds"
+
+
+class Criterion(nn.Module):
+    """A loss with a weight, and with a memory of the last batch."""
+
+    memory: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, learns: bool = True, remembers: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=learns)
+        self.register_buffer("memory", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.remembers = remembers
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.cache.copy_(output.detach()[0])
+        if self.remembers:
+            self.memory.copy_(output.detach()[0])
+        return nn.functional.cross_entropy(output * self.scale + self.memory, labels)
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(place % 3)} for place in range(8)]
+
+
+def warned(folder: Path, compute_loss: Any, model: nn.Module | None = None, given: Any = None, **changes: Any) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        args = arguments(folder, **{"max_steps": 2, "save_strategy": "epoch", **changes})
+        trainer = Trainer(model or nn.Linear(4, 3), args, samples(), compute_loss=compute_loss, optimizer=given)
+        trainer.train()
+    return [str(each.message) for each in caught]
+
+
+def by_closure(criterion: Criterion) -> Callable[..., Any]:
+    return lambda model, batch: criterion(model(batch["x"]), batch["labels"])
+
+
+def by_partial(criterion: Criterion) -> Callable[..., Any]:
+    def compute(model: nn.Module, batch: Any, *, parts: dict[str, Any]) -> Any:
+        return parts["criterion"](model(batch["x"]), batch["labels"])
+
+    return functools.partial(compute, parts={"criterion": criterion})
+
+
+class Task:
+    def __init__(self, criterion: Criterion) -> None:
+        self.criterion = criterion
+
+    def compute(self, model: nn.Module, batch: Any) -> Any:
+        return self.criterion(model(batch["x"]), batch["labels"])
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self.compute(model, batch)
+
+
+CRITERION = Criterion()
+
+
+def by_global(model: nn.Module, batch: Any) -> Any:
+    return CRITERION(model(batch["x"]), batch["labels"])
+
+
+@pytest.mark.parametrize(
+    "make", [by_closure, by_partial, lambda each: Task(each).compute, lambda each: Task(each), lambda each: by_global]
+)
+def test_weights_that_nothing_trains_are_a_warning(tmp_path: Path, make: Callable[[Criterion], Any]) -> None:
+    (message,) = warned(tmp_path, make(Criterion()))
+    assert message.startswith(FORGOTTEN)
+
+
+def test_a_part_of_what_also_holds_the_model_is_found(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.criterion = nn.Linear(4, 3), Criterion()
+
+        def compute(self, model: nn.Module, batch: Any) -> Any:
+            return self.criterion(model(batch["x"]), batch["labels"])
+
+    both = Both()
+    (message,) = warned(tmp_path, both.compute, both.net)
+    assert message.startswith(FORGOTTEN)
+    assert (
+        warned(tmp_path / "whole", lambda model, batch: both.criterion(both.net(batch["x"]), batch["labels"]), both)
+        == []
+    )
+
+
+def test_weights_that_nothing_saves_are_a_warning(tmp_path: Path) -> None:
+    model, criterion = nn.Linear(4, 3), Criterion()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    (message,) = warned(tmp_path, by_closure(criterion), model, optimizer)
+    assert message.startswith(UNSAVED)
+    assert warned(tmp_path / "no", by_closure(criterion), model, optimizer, save_strategy="no") == []
+
+
+def test_buffers_that_nothing_saves_are_a_warning(tmp_path: Path) -> None:
+    (message,) = warned(tmp_path, by_closure(Criterion(learns=False, remembers=True)))
+    assert message.startswith(CHANGED)
+
+
+def test_what_is_in_stateful_is_saved(tmp_path: Path) -> None:
+    model, criterion = nn.Linear(4, 3), Criterion(remembers=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    args = arguments(tmp_path, max_steps=2, save_strategy="epoch")
+    trainer = Trainer(model, args, samples(), compute_loss=by_closure(criterion), optimizer=optimizer)
+    trainer.run.stateful["criterion"] = criterion
+    trainer.train()
+
+
+@pytest.mark.parametrize("teaches", [False, True])
+def test_a_teacher_and_a_frozen_loss_are_fine(tmp_path: Path, teaches: bool) -> None:
+    criterion, teacher = Criterion(learns=False), nn.Linear(4, 3)
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            target = teacher(batch["x"])
+        return criterion(model(batch["x"]), batch["labels"]) + teaches * (model(batch["x"]) - target).square().mean()
+
+    assert warned(tmp_path, compute) == []
