@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from kit.loss_cases import (
 )
 
 from trainer_kit.loss import batch as batch_module
-from trainer_kit.loss.batch import Counts, count, labels_of, samples_of, targets_of
+from trainer_kit.loss.batch import Counts, count, labels_of, samples_of, targets_of, with_labels
 
 
 def test_counts() -> None:
@@ -116,3 +116,34 @@ def test_default_targets(batch: Any, columns: list[str], expected: Any) -> None:
 def test_default_targets_may_be_nested(labels: Any) -> None:
     assert targets_of([torch.zeros(2), labels], None) is labels
     assert targets_of({"x": torch.zeros(2), "labels": labels}, None) is labels
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor
+
+
+class Classic(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+    weight: torch.Tensor
+
+
+class Unnamed(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Named, 1), (Classic, 1), (Unnamed, 1)])
+def test_labels_of_named_tuples(kind: Any, place: int) -> None:
+    values = [torch.arange(6.0), torch.tensor([3, -100, 4, 5, -100, 6]), torch.ones(6)][: len(kind._fields)]
+    batch = kind(*values)
+    assert labels_of(batch) is values[place] is targets_of(batch, None)
+    assert count(batch, 6).labels == 4
+    changed = with_labels(batch, torch.zeros(6))
+    assert type(changed) is kind
+    assert [each is old for each, old in zip(changed, values, strict=True)] == [
+        number != place for number in range(len(values))
+    ]
+    assert changed[place].tolist() == [0] * 6

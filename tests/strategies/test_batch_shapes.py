@@ -61,6 +61,18 @@ def test_tensors_are_found_wherever_they_are(batch: Any, names: set[str]) -> Non
     assert ledger.newest.columns == dict.fromkeys(names, ((2,), torch.float32))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [torch.jagged, pytest.param(torch.strided, marks=pytest.mark.filterwarnings("ignore:The PyTorch API of nested"))],
+)
+def test_a_nested_tensor_counts_by_all_its_values(layout: torch.layout) -> None:
+    def batch(*lengths: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.nested.nested_tensor([torch.zeros(length, 4) for length in lengths], layout=layout)}
+
+    ledger = ledger_of(batch(2, 3), batch(4, 1), batch(2, 2))
+    assert [(each.count, each.elements) for each in ledger.of("training")] == [(2, 20), (1, 16)]
+
+
 def test_batches_are_moved_to_evaluation_one_by_one() -> None:
     ledger = ledger_of(text(8, 16), text(8, 16), text(6, 16), evaluation=(text(6, 16),))
     eight, six = ledger.of("training")

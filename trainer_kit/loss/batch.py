@@ -15,6 +15,9 @@ IGNORED = -100
 """The label that losses ignore (`ignore_index` of torch's cross_entropy)."""
 
 
+_NAMES = ("labels", "label", "y")
+"""Names of labels, in order of precedence; a dict has the first two only."""
+
 _POSITIONS = ("start_positions", "end_positions")
 """Labels of models that answer questions with a part of the text."""
 
@@ -88,13 +91,13 @@ def samples_of(batch: Any) -> int:
 def labels_of(batch: Any) -> torch.Tensor | None:
     """Return the labels of a batch; None if it has none.
 
-    Labels are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, or the attribute
-    `labels`, `label` or `y` of an object (torch_geometric's batches).
+    Labels are the entry `labels` (or `label`) of a dict, the attribute `labels`, `label` or `y` of a named tuple or of
+    another object (torch_geometric's batches), or the last element of any other tuple or list.
     """
     if type(batch) is dict and "labels" in batch and batch["labels"] is not None:
         labels = batch["labels"]
     elif isinstance(batch, (tuple, list)):
-        labels = batch[-1] if len(batch) > 1 else None
+        labels = batch[_label_place(batch)] if len(batch) > 1 else None
     else:
         name = _label_name(batch)
         labels = None if name is None else _entry(batch, name)
@@ -136,7 +139,7 @@ def _default_targets(batch: Any, label_columns: Sequence[str]) -> Any:
 def _nested_labels(batch: Any) -> Any:
     """Return labels that are no tensor, such as the targets of detection models or of several tasks; None without."""
     if isinstance(batch, (tuple, list)):
-        labels = batch[-1] if len(batch) > 1 else ()
+        labels = batch[_label_place(batch)] if len(batch) > 1 else ()
         is_mappings = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
         is_nested = is_mappings or any(True for _ in tensors(labels))
     else:
@@ -163,8 +166,14 @@ def missing_label(name: str, batch: Any) -> ValueError:
 
 def _label_name(batch: Any) -> str | None:
     """Return the name of the labels in a dict or an object; None without labels."""
-    names = ("labels", "label") if isinstance(batch, (Mapping, torch.Tensor)) else ("labels", "label", "y")
+    names = _NAMES[:2] if isinstance(batch, (Mapping, torch.Tensor)) else _NAMES
     return next((name for name in names if _entry(batch, name) is not None), None)
+
+
+def _label_place(batch: Sequence[Any]) -> int:
+    """Return the place of the labels in a tuple or list."""
+    fields = getattr(batch, "_fields", ())
+    return next((fields.index(name) for name in _NAMES if name in fields), -1)
 
 
 def _entry(batch: Any, name: str) -> Any:
@@ -205,10 +214,10 @@ def shape_of(batch: Any) -> str:
 
 def with_labels(batch: Any, labels: torch.Tensor) -> Any:
     """Return a batch of the same type with other labels."""
-    if hasattr(batch, "_fields"):
-        return type(batch)(*batch[:-1], labels)
     if isinstance(batch, (tuple, list)):
-        return type(batch)([*batch[:-1], labels])
+        values = [*batch]
+        values[_label_place(batch)] = labels
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     name = _label_name(batch)
     assert name is not None
     if isinstance(batch, Mapping):

@@ -98,7 +98,7 @@ class ShapeLedger:
     def _counted(self, trains: bool, signature: Any, batch: Any) -> BatchShape:
         shape = self._shapes.get((trains, signature))
         if shape is None:
-            columns = {name: (tuple(each.shape), each.dtype) for name, each in _named_tensors(batch)}
+            columns = {name: (tuple(_shape(each)), each.dtype) for name, each in _named_tensors(batch)}
             kind = TRAINING if trains else EVALUATION
             shape = self.newest = self._keep(trains, BatchShape(kind, columns, self.batches, 0, signature))
         elif not shape.count:  # those before were for evaluation
@@ -210,19 +210,20 @@ def remedy(shapes: list[BatchShape], by_hand: bool = False) -> str:
 def _signature(tree: Any) -> Any:
     """Return a hashable key: the nesting, with each tensor's shape and dtype."""
     if isinstance(tree, torch.Tensor):
-        return tree.shape, tree.dtype
-    if type(tree) is dict or isinstance(tree, Mapping):
-        return tuple(
-            [
-                (name, (value.shape, value.dtype) if type(value) is torch.Tensor else _signature(value))
-                for name, value in tree.items()
-            ]
-        )
-    if isinstance(tree, (list, tuple)):
-        return tuple(
-            [(value.shape, value.dtype) if type(value) is torch.Tensor else _signature(value) for value in tree]
-        )
-    return None
+        return _shape(tree), tree.dtype
+    is_mapping = type(tree) is dict or isinstance(tree, Mapping)
+    if not is_mapping and not isinstance(tree, (list, tuple)):
+        return None
+    found = [
+        (each.shape, each.dtype) if type(each) is torch.Tensor and not each.is_nested else _signature(each)
+        for each in (tree.values() if is_mapping else tree)
+    ]
+    return (*tree, *found) if is_mapping else tuple(found)
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of a tensor, of a nested one that of all its values together: its own has no numbers."""
+    return tensor.values().shape if tensor.is_nested else tensor.shape
 
 
 def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
