@@ -1,9 +1,10 @@
-"""Optimizers of schedulefree: exact switches, and how they train."""
+"""Optimizers with averaged weights for evaluation: exact switches, and how they train."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,96 @@ from kit.trainer import arguments
 
 from trainer_kit import Trainer
 from trainer_kit.optim import make_optimizer
-from trainer_kit.utils.schedule_free import averaged_weights, schedule_free, set_training, switches_weights
+from trainer_kit.utils.schedule_free import averaged_weights, schedule_free, set_training, switching_optimizers
+
+
+class Averaging(torch.optim.Optimizer):
+    """Schedule-free SGD that, like heavyball's, notes its mode in the groups at the first switch alone."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @property
+    def mode(self) -> bool:
+        return self.param_groups[0].get("train_mode", True)  # type: ignore[no-any-return]
+
+    @mode.setter
+    def mode(self, training: bool) -> None:
+        self.param_groups[0]["train_mode"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.mode
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                parameter.lerp_(z, 1 - 1 / 0.9)
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(z, 1 / group["k"]).lerp_(z, 1 - 0.9)
+
+    @torch.no_grad()
+    def switch(self, training: bool) -> None:
+        if self.mode == training:
+            return
+        self.mode = training
+        for parameter, state in self.state.items():
+            parameter.lerp_(state["z"], 1 - 0.9 if training else 1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self.switch(True)
+
+    def eval(self) -> None:
+        self.switch(False)
+
+
+class AttributeAveraging(Averaging):
+    """One that, like pytorch_optimizer's ScheduleFreeWrapper, keeps its mode in an attribute, not in its state."""
+
+    train_mode = False
+
+    @property
+    def mode(self) -> bool:
+        return self.train_mode
+
+    @mode.setter
+    def mode(self, training: bool) -> None:
+        self.train_mode = training
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper without switches of its own, like pytorch_optimizer's OrthoGrad."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = Averaging(parameters)
+        self.defaults = self.optimizer.defaults
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def mode(self) -> bool:
+        return self.optimizer.mode
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+KINDS = (Averaging, AttributeAveraging, Wrapper)
+
 
 schedulefree = pytest.importorskip("schedulefree")
 NAMES = ("schedule_free_adamw", "schedule_free_sgd")
@@ -98,7 +188,7 @@ def test_checkpoints_and_evaluations_have_the_averaged_weights(tmp_path: Path) -
     assert loss == pytest.approx(trainer.run.state.best_metric or loss)
     optimizer.train()
     assert not torch.equal(weights(trainer.run.model), averaged)
-    assert trainer.evaluate()["eval_loss"] == loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss)  # the user's own switch rounds
 
 
 def test_a_rollback_trains_on_from_the_training_weights(tmp_path: Path) -> None:
@@ -120,7 +210,7 @@ def test_a_rollback_trains_on_from_the_training_weights(tmp_path: Path) -> None:
 def test_a_switch_is_exact_and_only_from_training() -> None:
     model = made()
     optimizer: Any = make_optimizer(model, arguments(Path(), optim="schedule_free_adamw", lr_scheduler_type="constant"))
-    assert switches_weights(optimizer)
+    assert switching_optimizers(optimizer) == [optimizer]
     for _ in range(3):
         model(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).backward()
         optimizer.step()
@@ -139,9 +229,88 @@ def test_a_switch_is_exact_and_only_from_training() -> None:
     assert torch.equal(weights(model), before)
 
 
+def own_trainer(
+    folder: Path, optimizer: Callable[[Any], Any], dtype: torch.dtype = torch.float32, **changes: Any
+) -> Trainer:
+    model = made().to(dtype)
+    samples = [{"x": each["x"].to(dtype), "labels": each["labels"]} for each in dataset()]
+    args = arguments(
+        folder, lr_scheduler_type="constant", per_device_train_batch_size=4,
+        **{"max_steps": 8, "save_strategy": "steps", "save_steps": 3, **changes},
+    )  # fmt: skip
+    return Trainer(model, args, samples, samples, optimizer=optimizer(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_own_optimizer_switches_wherever_it_keeps_its_mode(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    from safetensors.torch import load_file
+
+    trainer = own_trainer(tmp_path, kind, save_steps=8, eval_strategy="steps", eval_steps=8, max_grad_norm=0.0)
+    trainer.train()
+    optimizer: Any = trainer.run.optimizer
+    averaged = weights(trainer.run.model)
+    saved = load_file(tmp_path / "run" / "checkpoint-8" / "model.safetensors")
+    assert torch.equal(torch.cat([saved[name].flatten() for name in trainer.run.model.state_dict()]), averaged)
+    assert not optimizer.mode
+    trainer.evaluate()
+    assert torch.equal(weights(trainer.run.model), averaged)
+    assert not any("training_weights" in state for state in optimizer.state.values())
+    set_training(optimizer, True)
+    assert optimizer.mode
+    assert not torch.equal(weights(trainer.run.model), averaged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_own_optimizer_resumes_and_evaluates_with_the_same_bits(
+    tmp_path: Path, kind: Callable[[Any], Any], dtype: torch.dtype
+) -> None:
+    plain = own_trainer(tmp_path / "plain", kind, dtype, save_strategy="no")
+    plain.train()
+    whole = own_trainer(tmp_path / "whole", kind, dtype, eval_strategy="steps", eval_steps=2)
+    whole.train()
+    assert torch.equal(weights(plain.run.model), weights(whole.run.model))
+    for step in (3, 6):
+        resumed = own_trainer(tmp_path / f"from-{step}", kind, dtype)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / f"checkpoint-{step}"))
+        assert torch.equal(weights(plain.run.model), weights(resumed.run.model))
+
+
+def test_an_optimizer_inside_one_that_switches_is_left_to_it() -> None:
+    class Outer(Wrapper):
+        def train(self) -> None:
+            self.optimizer.train()
+
+        def eval(self) -> None:
+            self.optimizer.eval()
+
+    model = made()
+    wrapper, outer = Wrapper(model.parameters()), Outer(model.parameters())
+    assert switching_optimizers(wrapper) == [wrapper.optimizer]
+    assert switching_optimizers(outer) == [outer]
+    for optimizer in (wrapper, outer):
+        model(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).backward()
+        optimizer.step()
+        before = weights(model)
+        with averaged_weights(optimizer):
+            assert not optimizer.mode
+        assert torch.equal(weights(model), before)
+
+
+def test_a_second_training_begins_with_the_weights_that_the_model_has(tmp_path: Path) -> None:
+    trainer = own_trainer(tmp_path, Averaging, save_strategy="no", max_steps=1)
+    trainer.train()
+    model = trainer.run.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(100.0)
+    trainer.train()
+    assert weights(model).min() > 40
+
+
 def test_other_optimizers_have_one_kind_of_weights() -> None:
     optimizer = torch.optim.SGD(made().parameters(), lr=0.1)
-    assert not switches_weights(optimizer)
+    assert not switching_optimizers(optimizer)
     set_training(optimizer, False)
     with averaged_weights(optimizer), averaged_weights(None):
         pass

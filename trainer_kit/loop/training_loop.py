@@ -240,7 +240,8 @@ class TrainingLoop:
             warn_of_unused_checkpointing(run.model)
             self._outside.warn(run.optimizer, run.stateful.values(), self.args.save_strategy != "no")
         if self.args.save_strategy != "no":
-            self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
+            with averaged_weights(run.optimizer):  # as in a save
+                self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 
     def _record_step(self, global_batch: GlobalBatch) -> None:
         """Keep loss and gradient norms of the finished step for a record."""

@@ -21,6 +21,7 @@ from trainer_kit.planning.event_steps import Cadence
 from trainer_kit.planning.sections import Storage
 from trainer_kit.run import Run
 from trainer_kit.utils.pytree import tensors
+from trainer_kit.utils.schedule_free import averaged_weights, set_training
 from trainer_kit.utils.wrappers import without_wrappers
 
 
@@ -154,8 +155,10 @@ def _stepped(optimizer: torch.optim.Optimizer, number: int, parameter: torch.Ten
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    set_training(optimizer, True)
     optimizer.step()
-    return sum(_distinct(tensors(optimizer.state[parameter])))
+    with averaged_weights(optimizer):  # as in a save
+        return sum(_distinct(tensors(optimizer.state[parameter])))
 
 
 def _distinct(found: Iterator[torch.Tensor]) -> Iterator[int]:

@@ -67,11 +67,11 @@ def step_methods_kept(optimizer: Any) -> Iterator[None]:
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the state tensors of an optimizer and its inner optimizers."""
-    found = (each for part in optimizers_in(optimizer) for each in tensors(_state_of(part)))
+    found = (each for part in optimizers_in(optimizer) for each in tensors(state_of(part)))
     return [part for each in found for part in parts_of(each)]
 
 
-def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
     """Return the optimizer's `state`, which a class that does not call `super().__init__()` lacks."""
     state = getattr(optimizer, "state", None)
     return state if isinstance(state, Mapping) else {}
@@ -276,7 +276,7 @@ def _restore_formats(
     owners = {
         id(tensor): parameter
         for part in optimizers_in(optimizer)
-        for parameter, state in _state_of(part).items()
+        for parameter, state in state_of(part).items()
         for tensor in tensors(state)
         if isinstance(parameter, torch.Tensor)
     }

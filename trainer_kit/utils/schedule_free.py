@@ -1,46 +1,22 @@
-"""Optimizers of the package schedulefree, whose switches between training and averaged weights are exact."""
+"""Optimizers with averaged weights for evaluation, such as those of schedulefree: exact switches between the two."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-_STASH = "training_weights"
+from trainer_kit.utils.optimizer_state import optimizers_in, state_of
 
-if TYPE_CHECKING:
-    _Base = torch.optim.Optimizer
-else:
-    _Base = object
+_TRAINING_WEIGHTS = "training_weights"
+"""Name of the state that keeps a parameter's training weights while it has the averaged ones.
 
-
-class _ExactSwitch(_Base):
-    """Keeps the training weights while a parameter has the averaged ones.
-
-    schedulefree computes each of the two from the other, so that every evaluation and checkpoint would change training
-    by rounding. The state of a checkpoint has both.
-    """
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Give the parameters the averaged weights."""
-        for group in self.param_groups:
-            for parameter in group["params"] if group["train_mode"] else ():
-                if "z" in self.state[parameter]:
-                    self.state[parameter][_STASH] = parameter.detach().clone()
-        super().eval()  # type: ignore[misc]
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """Give the parameters the training weights."""
-        super().train()  # type: ignore[misc]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (weights := self.state[parameter].pop(_STASH, None)) is not None:
-                    parameter.copy_(weights)
+Most of these optimizers compute each of the two from the other, so that every evaluation and checkpoint would change
+training by rounding. The state of a checkpoint has both.
+"""
 
 
 def schedule_free(name: str, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
@@ -55,41 +31,87 @@ def schedule_free(name: str, groups: list[dict[str, Any]], **options: Any) -> to
         ImportError: If schedulefree is not installed.
     """
     try:
-        base = getattr(importlib.import_module("schedulefree"), name)
+        kind = getattr(importlib.import_module("schedulefree"), name)
     except ImportError as error:
         raise ImportError(
             "optim='schedule_free_…' needs a package of its own; run `pip install schedulefree`"
         ) from error
-    optimizer = type(name, (_ExactSwitch, base), {})(groups, **options)
+    optimizer = kind(groups, **options)
     optimizer.train()
     return optimizer  # type: ignore[no-any-return]
 
 
-def switches_weights(optimizer: Any) -> bool:
-    """Return whether an optimizer has averaged weights for evaluation, as those of schedulefree have."""
-    return bool(optimizer.param_groups) and "train_mode" in optimizer.param_groups[0]
+def switching_optimizers(optimizer: torch.optim.Optimizer | None) -> list[Any]:
+    """Return the optimizers in an optimizer that have averaged weights for evaluation, by their `train` and `eval`.
+
+    One inside another that switches is left to it.
+    """
+    found: list[Any] = []
+    inner: set[int] = set()
+    for part in [] if optimizer is None else optimizers_in(optimizer):
+        if id(part) not in inner and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
+            found.append(part)
+            inner.update(map(id, optimizers_in(part)))
+    return found
 
 
-def set_training(optimizer: Any, training: bool) -> None:
+def set_training(optimizer: torch.optim.Optimizer | None, training: bool) -> None:
     """Give the parameters the training or the averaged weights, if the optimizer has both."""
-    if switches_weights(optimizer):
-        (optimizer.train if training else optimizer.eval)()
+    for part in switching_optimizers(optimizer):
+        if training:
+            _train(part)
+        else:
+            part.eval()
 
 
 @contextlib.contextmanager
-def averaged_weights(optimizer: Any, before_return: Callable[[], object] = lambda: None) -> Iterator[None]:
+def averaged_weights(
+    optimizer: torch.optim.Optimizer | None, before_return: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """Enter the context in which the parameters have the averaged weights, if the optimizer has any.
+
+    The training weights come back bit-identical; meanwhile the optimizer's state has them too.
 
     Args:
         optimizer: The optimizer; None before a training.
         before_return: Called before the parameters get their training weights again.
     """
-    if optimizer is None or not switches_weights(optimizer) or not optimizer.param_groups[0]["train_mode"]:
+    parts = [part for part in switching_optimizers(optimizer) if _is_training(part)]
+    if not parts:
         yield
         return
-    optimizer.eval()
+    for part in parts:
+        for parameter, state in _parameter_states(part).items():
+            state[_TRAINING_WEIGHTS] = parameter.detach().clone()
+        part.eval()
     try:
         yield
         before_return()
     finally:
-        optimizer.train()
+        for part in parts:
+            _train(part)
+
+
+def _train(optimizer: Any) -> None:
+    """Give the parameters the training weights: those kept in the state, which may be a checkpoint's, if it has any."""
+    optimizer.train()
+    for parameter, state in _parameter_states(optimizer).items():
+        if (weights := state.pop(_TRAINING_WEIGHTS, None)) is not None:
+            parameter.detach().copy_(weights)
+
+
+def _is_training(optimizer: Any) -> bool:
+    """Return whether the parameters have the training weights; some optimizers note it at their first switch alone."""
+    groups = optimizer.param_groups
+    is_training: bool = (groups[0] if groups else {}).get("train_mode", getattr(optimizer, "train_mode", True))
+    return is_training
+
+
+def _parameter_states(optimizer: Any) -> dict[torch.Tensor, dict[Any, Any]]:
+    """Return the state of each parameter that has one; the outermost of those that several optimizers keep."""
+    found: dict[torch.Tensor, dict[Any, Any]] = {}
+    for part in optimizers_in(optimizer):
+        for parameter, state in state_of(part).items():
+            if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and state:
+                found.setdefault(parameter, state)
+    return found
