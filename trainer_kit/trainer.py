@@ -40,6 +40,7 @@ from trainer_kit.strategies.activation_checkpointing import restore_modules
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.regroup import refuse_to_join
 from trainer_kit.strategies.select import choose_strategy
+from trainer_kit.utils.optimizer_state import optimizers_in
 from trainer_kit.utils.overrides import (
     check_attribute,
     check_class,
@@ -425,7 +426,8 @@ class Trainer(ResultMethods):
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    if not callable(scheduler) and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    own = getattr(scheduler, "optimizer", optimizer)
+    if not (callable(scheduler) or any(own is part for part in (optimizer, *optimizers_in(optimizer)))):
         raise ValueError("lr_scheduler belongs to another optimizer; give that one as optimizer=, or a function")
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scenarios.task import StopAt, digest, make_trainer
+from kit.trainer import arguments
+from scenarios.task import Net, Noisy, StopAt, digest, make_trainer
 from torch import nn
 
-from trainer_kit import Callback, Run
+from trainer_kit import Callback, Run, Trainer
 from trainer_kit.utils.optimizer_state import (
     check_optimizer_state,
     described_groups,
@@ -276,6 +277,29 @@ def test_a_training_with_such_an_optimizer_is_resumed(kind: type[Any], tmp_path:
     assert digest(again) == digest(straight)
     assert all(one is other for one, other in zip(again.optimizer.param_groups, dicts, strict=True))
     assert groups[0]["lr"] < 0.01  # the schedule reaches those that step
+
+
+@pytest.mark.parametrize("kind", [Both, Lookahead])
+def test_a_schedule_of_an_inner_optimizer_has_its_effect_and_is_resumed(kind: type[Any], tmp_path: Path) -> None:
+    def trainer(folder: str, *callbacks: Callback) -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters())
+        inner = optimizers_in(optimizer)[1]
+        schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5 ** (step // 2))
+        args = arguments(tmp_path / folder, max_steps=10, save_strategy="steps", save_steps=5)
+        return Trainer(model, args, Noisy(), callbacks=[*callbacks], optimizer=optimizer, lr_scheduler=schedule)
+
+    straight = trainer("straight")
+    straight.plan()
+    straight.train()
+    assert optimizers_in(straight.optimizer)[1].param_groups[0]["lr"] == 0.01 * 0.5**5
+    trainer("resumed", StopAt(5)).train()
+    again = trainer("resumed")
+    again.train(resume_from_checkpoint=True)
+    values = [each.run.model.state_dict().values() for each in (straight, again)]
+    assert all(torch.equal(one, two) for one, two in zip(*values, strict=True))
+    assert optimizers_in(again.optimizer)[1].param_groups[0]["lr"] == 0.01 * 0.5**5
 
 
 class Forgetful(Both):

@@ -302,12 +302,12 @@ def load_scheduler(run: Run, directory: Path) -> None:
     Raises:
         ValueError: If the scheduler rejects its state.
     """
-    optimizer, scheduler = run.optimizer, run.lr_scheduler
-    assert optimizer is not None
+    scheduler = run.lr_scheduler
     try:
         scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
         if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
-            for group, peak, rate in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            groups = scheduler.optimizer.param_groups  # maybe those of an inner optimizer alone
+            for group, peak, rate in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
                 set_rate(group, peak * rate(scheduler.last_epoch))
     except Exception as error:
         raise ValueError(

@@ -28,7 +28,7 @@ _COUNT = "step"
 """Name of the state whose device and dtype torch itself adapts to the kernel of this start."""
 
 
-def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+def optimizers_in(optimizer: Optimizer | None) -> list[Optimizer]:
     """Return the optimizer and its inner optimizers (Muon and AdamW in one class, one inside Lookahead), each once."""
     found: list[Optimizer] = []
     waiting: list[Any] = [optimizer]

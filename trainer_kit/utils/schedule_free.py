@@ -48,7 +48,7 @@ def switching_optimizers(optimizer: torch.optim.Optimizer | None) -> list[Any]:
     """
     found: list[Any] = []
     inner: set[int] = set()
-    for part in [] if optimizer is None else optimizers_in(optimizer):
+    for part in optimizers_in(optimizer):
         if id(part) not in inner and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
             found.append(part)
             inner.update(map(id, optimizers_in(part)))
