@@ -63,3 +63,40 @@ def test_own_objects_without_a_state_are_refused_before_training(tmp_path: Path)
     with pytest.raises(TypeError, match=r"run.stateful\['mine'\] is a object without state_dict"):
         trainer.train()
     assert trainer.run.state.step == 0
+
+
+def test_a_schedule_without_a_state_is_refused_before_training(tmp_path: Path) -> None:
+    class Halving:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 2
+
+    trainer = make_trainer(tmp_path / "saves", max_steps=2)
+    trainer.lr_scheduler = Halving
+    with pytest.raises(TypeError, match=r"lr_scheduler=Halving has no state_dict\(\), .* or set save_strategy='no'"):
+        trainer.train()
+    assert trainer.run.state.step == 0
+    trainer = make_trainer(tmp_path / "none", max_steps=2, save_strategy="no")
+    trainer.lr_scheduler = Halving
+    assert trainer.train().global_step == 2
+
+
+def test_an_optimizer_whose_step_makes_an_object_is_named(tmp_path: Path) -> None:
+    class Projecting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for each in self.param_groups[0]["params"]:
+                self.state[each]["projector"] = object()
+
+    def trainer_of(folder: str, **changes: Any) -> Any:
+        trainer = make_trainer(tmp_path / folder, max_steps=2, **changes)
+        trainer.optimizer = Projecting(trainer.run.model.parameters(), lr=0.1)
+        return trainer
+
+    sentence = r"the state of Projecting cannot be saved: .*\['projector'\] is of .*, or set save_strategy='no'"
+    with pytest.raises(TypeError, match=sentence):
+        trainer_of("saves").train()
+    assert trainer_of("none", save_strategy="no").train().global_step == 2

@@ -58,3 +58,17 @@ def test_a_schedule_by_metric_needs_evaluations() -> None:
     run, plan = planned()
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau steps at evaluations; set eval_strategy and give eval_d"):
         make_run_scheduler(run, plan, ReduceLROnPlateau)
+
+
+def test_a_group_without_a_learning_rate_needs_a_schedule_that_sets_one() -> None:
+    def sets(optimizer: torch.optim.Optimizer) -> Any:
+        optimizer.param_groups[0]["lr"] = 0.5
+        return StepLR(optimizer, 1)
+
+    run, plan = planned()
+    assert run.optimizer is not None
+    for given in (None, lambda optimizer: StepLR(optimizer, 1)):
+        run.optimizer.param_groups[0] |= {"lr": None}
+        with pytest.raises(ValueError, match=r"optimizer=SGD has a parameter group with lr=None.* AdafactorSchedule"):
+            make_run_scheduler(run, plan, given)
+    assert make_run_scheduler(run, plan, sets).get_last_lr() == [0.5]

@@ -43,7 +43,7 @@ from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.checkpoint.recovery import newest_step, recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
-from trainer_kit.checkpoint.user_states import check_stateful, restore_stateful
+from trainer_kit.checkpoint.user_states import check_optimizer_storable, check_stateful, restore_stateful
 from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -53,7 +53,6 @@ from trainer_kit.errors import CutOffError
 from trainer_kit.optim import Schedule
 from trainer_kit.run import Run
 from trainer_kit.utils import run_log
-from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.run_lock import RunLock, ended_holder
 from trainer_kit.utils.user_warnings import warn
 
@@ -225,9 +224,8 @@ class CheckpointManager:
                 the optimizer's state cannot be saved and loaded.
         """
         run, directory = self.run, self.source
-        if run.args.save_strategy != "no":
-            assert run.optimizer is not None
-            check_optimizer_state(run.optimizer)
+        assert run.optimizer is not None
+        check_optimizer_storable(run.optimizer, run.args)
         if directory is not None:
             self._load(directory)
             assert self.resumed_from is not None

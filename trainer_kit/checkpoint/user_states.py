@@ -1,13 +1,17 @@
-"""The states of the user's model and own objects: whether a checkpoint can hold them, and their restoration."""
+"""The states of the user's model, optimizer and own objects: whether a checkpoint can hold them; their restoration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from trainer_kit.checkpoint import read_state
 from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
+from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
+from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.user_warnings import warn
 
 OWN_STATES = (
@@ -31,15 +35,21 @@ def check_stateful(run: Run) -> None:
 
 
 def check_storable(run: Run) -> None:
-    """Check before the first step that a checkpoint can hold the model.
+    """Check before the first step that a checkpoint can hold the model and the schedule.
 
     Raises:
-        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, or the model's `state_dict` does not
-            take the arguments of torch's.
+        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, the model's `state_dict` does not
+            take the arguments of torch's, or the schedule lacks `state_dict` or `load_state_dict`.
         ValueError: If a tensor has no content (device "meta").
     """
     if run.args.save_strategy == "no":
         return
+    for method in ("state_dict", "load_state_dict"):
+        if not hasattr(run.lr_scheduler, method):
+            raise TypeError(
+                f"lr_scheduler={type(run.lr_scheduler).__name__} has no {method}(), so that no run could be resumed; "
+                "give a schedule of torch, such as LambdaLR, or set save_strategy='no'"
+            )
     try:
         state = run.model.state_dict(keep_vars=True)  # the call of a resume
     except TypeError as error:
@@ -52,6 +62,21 @@ def check_storable(run: Run) -> None:
             refuse_unstorable(name, tensor)
         except (TypeError, ValueError) as error:
             raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+
+
+def check_optimizer_storable(optimizer: torch.optim.Optimizer, args: TrainingArguments) -> None:
+    """Check that a checkpoint can hold the optimizer's present state, if the arguments ask for checkpoints.
+
+    Raises:
+        TypeError: If the state holds a value that a checkpoint cannot hold.
+        ValueError: If the state cannot be saved and loaded.
+    """
+    if args.save_strategy == "no":
+        return
+    try:
+        check_optimizer_state(optimizer)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, or set save_strategy='no'") from error
 
 
 def restore_stateful(run: Run, directory: Path) -> None:

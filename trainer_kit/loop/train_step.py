@@ -24,6 +24,7 @@ from trainer_kit.loss.probe import LossProbe
 from trainer_kit.optim import may_draw
 from trainer_kit.run import Run
 from trainer_kit.strategies.regroup import Regroupable
+from trainer_kit.utils.closures import refuse_without_graph
 
 _UPDATE = -1
 """Number by which the seed of an optimizer's step differs from those of its micro-batches."""
@@ -143,7 +144,11 @@ class TrainStep:
             strategy.seed(mix(args.seed, global_batch.epoch, global_batch.start, _UPDATE))
         call("on_pre_optimizer_step", run)
         run.ledger.enter("optimizer")
-        run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
+        try:
+            run.last_norms = strategy.step(run.optimizer, args.max_grad_norm, args.max_grad_value, args.nonfinite)
+        except RuntimeError as error:
+            refuse_without_graph(run.optimizer, error)
+            raise
         run.ledger.enter("loop")
         self.has_changed_weights = True
         call("on_optimizer_step", run)

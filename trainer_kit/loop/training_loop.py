@@ -12,6 +12,7 @@ from typing import NoReturn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.user_states import check_optimizer_storable
 from trainer_kit.config.event_schedule import Event, EventSchedule
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import GlobalBatch, TrainLoader
@@ -240,6 +241,7 @@ class TrainingLoop:
             warn_of_unused_checkpointing(run.model)
             self._outside.warn(run.optimizer, run.stateful.values(), self.args.save_strategy != "no")
         if self.args.save_strategy != "no":
+            check_optimizer_storable(run.optimizer, self.args)
             with averaged_weights(run.optimizer):  # as in a save
                 self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 

@@ -14,6 +14,7 @@ from trainer_kit.checkpoint.compatibility import default_request
 from trainer_kit.checkpoint.format.discovery import is_of_transformers
 from trainer_kit.checkpoint.format.loading import check_weights
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.user_states import check_optimizer_storable
 from trainer_kit.config import environment
 from trainer_kit.data.build import make_reading, make_train_loader
 from trainer_kit.data.iterable_loader import StreamLoader
@@ -35,7 +36,6 @@ from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import join_names
 
@@ -91,8 +91,7 @@ class _Rehearsal:
         try:
             optimizer = self.subject.optimizer or make_optimizer(run.model, run.args)
             check_optimizer(optimizer, run.model)
-            if run.args.save_strategy != "no":
-                check_optimizer_state(optimizer)
+            check_optimizer_storable(optimizer, run.args)
         except (ImportError, TypeError, ValueError) as error:
             self.problems.append(str(error))
             return torch.optim.SGD([torch.zeros(())], lr=run.args.learning_rate)

@@ -1,4 +1,4 @@
-"""`needs_closure`: whether an optimizer's step cannot be called without a closure."""
+"""Optimizers whose step needs more than the gradients: a closure, or the graph of the gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import inspect
 import textwrap
 from typing import Any
+
+import torch
 
 _MISSING = ("closure is None", "not closure")
 _GIVEN = ("closure is not None", "closure")
@@ -31,6 +33,19 @@ def needs_closure(kind: type[Any]) -> bool:
         return False
     function = tree.body[0]
     return isinstance(function, ast.FunctionDef) and any(map(_fails_without, function.body))
+
+
+def refuse_without_graph(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
+    """Say what to do if an optimizer's step failed since it differentiates the gradients, as AdaHessian's does.
+
+    Raises:
+        RuntimeError: If that is the error's cause.
+    """
+    if "does not require grad" in str(error):
+        raise RuntimeError(
+            f"the step of optimizer={type(optimizer).__name__} differentiates the gradients ({error}), whose graph the "
+            "Trainer does not keep; write the loop with Accelerator, and call its backward(loss, create_graph=True)"
+        ) from error
 
 
 def _fails_without(statement: ast.stmt) -> bool:
