@@ -297,6 +297,14 @@ def test_an_optimizer_inside_one_that_switches_is_left_to_it() -> None:
         assert torch.equal(weights(model), before)
 
 
+def test_an_optimizer_that_begins_with_the_averaged_weights_is_planned_and_estimated(tmp_path: Path) -> None:
+    trainer = own_trainer(tmp_path, AttributeAveraging)
+    assert "optimizer" in trainer.estimate(device_memory="1GiB").table()
+    storage = trainer.plan().storage
+    assert storage is not None
+    assert storage.parts["optimizer"] == 2 * storage.parts["weights"]
+
+
 def test_a_second_training_begins_with_the_weights_that_the_model_has(tmp_path: Path) -> None:
     trainer = own_trainer(tmp_path, Averaging, save_strategy="no", max_steps=1)
     trainer.train()

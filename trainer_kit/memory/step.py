@@ -14,6 +14,7 @@ from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import tensors
+from trainer_kit.utils.schedule_free import set_training
 
 
 class Step:
@@ -42,6 +43,7 @@ class Step:
         buckets: dict[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.model, self.optimizer, self.args, self.batch, self.strategy = model, optimizer, args, batch, strategy
+        set_training(optimizer, True)
         self._loss = Loss.by_arguments(model, model, compute_loss, args)
         self._loss.shifts = False
         samples = samples_of(batch)
