@@ -68,7 +68,7 @@ class CheckpointManager:
 
     Attributes:
         run_id: ID shared by all starts of this training; retention deletes only checkpoints with it.
-        data_state: State of an iterable dataset, None between epochs, or of a sampler; None for other datasets.
+        data_state: State of an iterable dataset, or of a sampler; None for other datasets.
         shifts_labels: Whether the model shifts labels, as `LossProbe` found; None if unknown.
         resumed_from: The checkpoint that this start resumes from; None for a new training.
         source: `resumed_from`, or a copy that this process can read.

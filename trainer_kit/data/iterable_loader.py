@@ -9,15 +9,17 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from trainer_kit.data.digest import digest
+from trainer_kit.data.digest import digest, has_shuffle_buffer
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, SeededCollator, StreamReader
 from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
-from trainer_kit.data.source import DataSource, ReadyBatches
+from trainer_kit.data.source import DataSource, ReadyBatches, is_loader, seeds_epochs
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.state import Stateful
+from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.user_warnings import warn
 
 _READY_PART = 2**40
@@ -87,6 +89,9 @@ class StreamLoader:
     (seed, epoch, worker, samples read by the worker). Each worker has a copy of the dataset, which divides itself by
     `torch.utils.data.get_worker_info()`, as in PyTorch.
 
+    Without workers, an epoch begins where the last one left the dataset, which may count its epochs itself. A resume
+    brings it back there. With workers, every epoch is read from new copies of the dataset as it was given.
+
     Every process reads the whole dataset and keeps its own batches, which are dealt out in turn. Order, steps and
     states are therefore those of one process, a run resumes with any number of processes, and processes never wait for
     each other to read. The cost is that every process reads everything. The dataset must yield the same samples on all
@@ -119,7 +124,10 @@ class StreamLoader:
         self._readers = max(1, reading.workers)
         self._warned = False
         self._is_ready = isinstance(dataset, ReadyBatches)
-        self._fresh: Any = None  # the dataset's state where an epoch begins
+        self._goes_back = reading.workers == 0 and isinstance(dataset, Stateful)
+        self._may_count_epochs = self._goes_back and not (has_shuffle_buffer(dataset) or seeds_epochs(dataset))
+        self._given: Any = None  # the dataset's state as it was given
+        self._start: Any = None  # its state before the epoch
         self.epoch_length = 0  # unknown
         self._length = DataSource(dataset).length
         if self._length is not None:
@@ -175,7 +183,8 @@ class StreamLoader:
             epoch: Number of the epoch, from 0.
             position: Samples of the epoch that were trained on.
             steps: Number of optimizer steps.
-            data_state: `GlobalBatch.data_state` of the last step; None at the beginning of an epoch.
+            data_state: `GlobalBatch.data_state` of the last step, or what `state_after` returned at the end of an
+                epoch; None where the training begins.
 
         Raises:
             ValueError: If `data_state` is None in the middle of an epoch or has another number of workers, or if an
@@ -183,11 +192,14 @@ class StreamLoader:
         """
         if position and data_state is None:
             raise ValueError(f"nothing says where train_dataset stood after {position} samples of epoch {epoch}")
-        if isinstance(self.dataset, Stateful):
-            if self._fresh is None:
-                self._fresh = copy.deepcopy(self.dataset.state_dict())
-            elif data_state is None and self.reading.workers == 0:  # the dataset may be in the middle of an epoch
-                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
+        if data_state is not None and "next" in data_state:
+            epoch, position, data_state = epoch + 1, 0, self.state_after(epoch, data_state)
+        self._go_to_start(data_state)
+        return self._micro_batches(epoch, position, steps, data_state if position else None)
+
+    def _micro_batches(
+        self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None
+    ) -> Iterator[MicroBatch]:
         while steps > 0:
             for window in self._windows(epoch, position, data_state):
                 position = window[0].global_batch.stop
@@ -200,6 +212,26 @@ class StreamLoader:
                 raise ValueError(self._no_sample(epoch))
             epoch, position, data_state = epoch + 1, 0, None
 
+    def _go_to_start(self, data_state: dict[str, Any] | None) -> None:
+        """Bring the dataset to the start of the epoch; a worker's copy is there."""
+        if not self._goes_back:
+            return
+        start = None if data_state is None else data_state.get("start")
+        if start is None and self._given is None:
+            self._given = self._start = copy.deepcopy(self.dataset.state_dict())
+            return
+        self._start = self._given if start is None else start
+        try:
+            with generators_kept(torch.device("cpu")):
+                self.dataset.load_state_dict(copy.deepcopy(self._start))
+                if is_loader(self.dataset) and start is not None:  # it may load it later, and then undo `set_epoch`
+                    self.dataset.state_dict()
+        except Exception as error:  # any error of the user's dataset
+            if self.layout.reader == 0:
+                why = f"{type(error).__name__}: {error}"
+                warn(f"train_dataset starts as it was given, since it does not take up its state ({why})")
+            self._given = self._start = copy.deepcopy(self.dataset.state_dict())
+
     def _no_sample(self, epoch: int) -> str:
         if epoch > 0 and DataSource(self.dataset).is_read_once:
             ready = "" if self._is_ready else ", and ReadyBatches(...) around it if it gives batches instead of samples"
@@ -210,11 +242,12 @@ class StreamLoader:
         return f"train_dataset gave no sample in epoch {epoch}; it must give some each time"
 
     def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the state to resume from: none at the start of an epoch, where a sampler may have left one."""
-        return data_state if position else None
+        """Return the state to resume from; at the start of an epoch a sampler may have left another one."""
+        return data_state if position or (data_state is not None and "start" in data_state) else None
 
-    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> None:
-        """End an epoch, whose state the next one does not need."""
+    def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """End an epoch; return the dataset's state there, with which the next one starts."""
+        return {"start": data_state["next"]} if data_state is not None and "next" in data_state else None
 
     def _check_length(self, position: int) -> None:
         if self._warned or self._length is None or position <= self._length:
@@ -228,7 +261,11 @@ class StreamLoader:
         )
 
     def _windows(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[list[MicroBatch]]:
-        """Yield the micro-batches of each step of an epoch. One row is prefetched to find the last step."""
+        """Yield the micro-batches of each step of an epoch. One row is prefetched to find the last step.
+
+        At the end, `_start` is the dataset's state there.
+        """
+        start = {"start": self._start} if self._may_count_epochs else {}
         rows, collate = self._rows(epoch, position, data_state), SeededCollator(self.reading, epoch)
         ahead = next(rows, None)
         while ahead is not None:
@@ -240,6 +277,8 @@ class StreamLoader:
             ):
                 fetched.append(ahead)
             state = fetched[-1].data_state
+            if state is not None:
+                state = state | start | ({"next": self._start} if start and ahead is None else {})
             window = GlobalBatch(
                 epoch, fetched[0].start, fetched[-1].stop, closes_epoch=ahead is None, data_state=state
             )
@@ -264,6 +303,8 @@ class StreamLoader:
             while (row := _dealt(islice(part, processes), self.layout, next(numbers))) is not None:
                 if row.batches == processes or not self.drop_last or row.stop in cuts:
                     yield row
+        if self._may_count_epochs:
+            self._start = copy.deepcopy(self.dataset.state_dict())
 
     def _batches(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> Iterator[_Batch]:
         """Yield the batches of an epoch starting at `position`, without those that hold skipped positions."""
@@ -273,7 +314,7 @@ class StreamLoader:
         reading = self.reading
         if self.layout.deals_samples:
             reading = dataclasses.replace(reading, pin_memory=False)  # of samples that are not collated yet
-        reader = StreamReader(self.dataset, self.layout, reading, epoch, self.drop_last, ends, self._fresh)
+        reader = StreamReader(self.dataset, self.layout, reading, epoch, self.drop_last, ends, self._start)
         if data_state is not None:
             reader.resume(data_state["workers"], data_state["turn"])
         part, stop = 0, position

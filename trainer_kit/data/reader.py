@@ -132,7 +132,12 @@ class _Cursor:
         """
         self._seed()
         try:
-            return list(islice(self._iterator, size))
+            batch = list(islice(self._iterator, size))
+            if not batch and self.samples == 0 and self._source.start is not None:
+                # What was loaded is a state at the end of the epoch before, which has still to end.
+                self._iterator = iter(self._source.dataset)
+                batch = list(islice(self._iterator, size))
+            return batch
         except Exception as error:
             raise DataError(
                 f"the dataset raised after sample {self.samples} of worker {self._worker} "
@@ -236,7 +241,7 @@ class StreamReader(IterableDataset[Any]):
         epoch: Number of the epoch; -1 for an evaluation, which keeps no state.
         drop_last: Whether to drop a batch that is not full.
         ends: Positions at which a batch ends even if it is not full.
-        fresh: The dataset's state at the start of an epoch; None without a state.
+        start: The dataset's state before the epoch; None without a state, and with workers.
     """
 
     def __init__(
@@ -247,7 +252,7 @@ class StreamReader(IterableDataset[Any]):
         epoch: int = -1,
         drop_last: bool = False,
         ends: Sequence[int] = (),
-        fresh: Any = None,
+        start: Any = None,
     ) -> None:
         self.dataset = dataset
         self.layout = layout
@@ -255,7 +260,7 @@ class StreamReader(IterableDataset[Any]):
         self.epoch = epoch
         self._drop_last = drop_last
         self._ends = ends
-        self._fresh = fresh
+        self.start = start
         self._is_ready = isinstance(dataset, ReadyBatches)
         self._has_state = isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
         self._states: list[dict[str, Any]] | None = None
@@ -283,6 +288,8 @@ class StreamReader(IterableDataset[Any]):
         info = get_worker_info()
         worker = info.id if info is not None else 0
         divides = watch_division()
+        if self._has_state and info is None and self._trusted == [False]:  # it is no longer where the epoch starts
+            self.dataset.load_state_dict(copy.deepcopy(self.start))
         if self._is_ready:
             begin_epoch(self.dataset.batches, self.epoch)
         else:
@@ -352,8 +359,6 @@ class StreamReader(IterableDataset[Any]):
                 yield _Report(why=f"train_dataset does not take up its state ({type(error).__name__}: {error})")
             yield _Report()
         else:
-            if self._has_state and get_worker_info() is None:  # a worker's copy is still at the start
-                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
             # There is no report if the mark is the epoch's start anyway.
             yield _Report(sum(batches) if before or not self._has_state else 0)
             cursor = _Cursor(self, worker)

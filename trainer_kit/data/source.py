@@ -263,6 +263,16 @@ def begin_epoch(reader: Any, epoch: int) -> None:
             _seed(generator, epoch)
 
 
+def is_loader(dataset: Any) -> bool:
+    """Return whether a dataset is the ready batches of a DataLoader."""
+    return isinstance(dataset, ReadyBatches) and isinstance(dataset.batches, DataLoader)
+
+
+def seeds_epochs(dataset: Any) -> bool:
+    """Return whether `begin_epoch` decides the order of ready batches: those of a DataLoader with a sampler."""
+    return is_loader(dataset) and not DataSource(dataset.batches.dataset).is_iterable
+
+
 def parts_of(reader: Any) -> Iterator[Any]:
     """Yield a loader or sampler, and those inside it."""
     waiting, known = [reader], set()

@@ -226,6 +226,8 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
     if isinstance(data, dict) and "order" in data:
         file.check(data, _ORDER | ({"epoch": COUNT} if "epoch" in data else {}))  # earlier versions did not write it
         return data
+    if isinstance(data, dict) and [*data] == ["start"]:  # between two epochs
+        return data
     file.check(data, _DATA)
     for number, worker in enumerate(data["workers"]):
         file.check(worker, _WORKER, f"workers[{number}].")
