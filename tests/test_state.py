@@ -3,13 +3,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_kit.state import Requests, Stateful, TrainState
+from trainer_kit.state import Requests, Stateful, TrainState, is_stateful
 
 
 @given(
@@ -68,3 +69,21 @@ def test_what_can_be_kept_in_a_checkpoint() -> None:
     assert isinstance(TrainState(), Stateful)
     assert not isinstance(object(), Stateful)
     assert not math.isnan(TrainState().loss_sum)
+
+
+def test_a_state_that_needs_arguments_is_none() -> None:
+    class Positioned:
+        def state_dict(self, num_samples: int, num_workers: int = 0) -> dict[str, Any]:
+            return {"position": num_samples}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise AssertionError
+
+    class Optional(Positioned):
+        def state_dict(self, num_samples: int = 0, num_workers: int = 0) -> dict[str, Any]:
+            return {}
+
+    assert not is_stateful(Positioned())
+    assert is_stateful(Optional())
+    assert is_stateful(torch.nn.Linear(1, 1))
+    assert not is_stateful([])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 
 @runtime_checkable
@@ -18,6 +19,22 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Return whether an object has a `state_dict` that can be called without arguments, and `load_state_dict`.
+
+    That of `litdata.StreamingDataset` requires a position, which only its own loader knows.
+    """
+    if not isinstance(value, Stateful):
+        return False
+    try:
+        inspect.signature(value.state_dict).bind()
+    except TypeError:  # an argument is required
+        return False
+    except ValueError:  # a builtin function may have no signature
+        pass
+    return True
 
 
 @dataclasses.dataclass

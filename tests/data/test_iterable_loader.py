@@ -396,6 +396,29 @@ def test_a_state_that_cannot_be_loaded_is_no_state() -> None:
     assert state["workers"][0]["mark"]["dataset"] is None
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_state_that_needs_arguments_is_no_state(is_ready: bool) -> None:
+    """That of litdata's StreamingDataset asks for the position."""
+
+    class Positioned(Stateful):
+        def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
+            raise AssertionError
+
+        def __iter__(self) -> Iterator[Any]:
+            self.place = 0
+            return (stack([sample]) if is_ready else sample for sample in super().__iter__())
+
+    def positioned() -> Any:
+        return ReadyBatches(Positioned(12)) if is_ready else Positioned(12)
+
+    size = 1 if is_ready else 4
+    whole = list(loader(positioned(), Layout(size)).micro_batches(0, 0, 20))
+    window = whole[1].global_batch
+    with pytest.warns(UserWarning, match="no state_dict"):
+        rest = list(loader(positioned(), Layout(size)).micro_batches(0, window.stop, 18, window.data_state))
+    assert rows(rest) == rows(whole[2:])
+
+
 def test_a_state_is_a_copy() -> None:
     class Listed(Stateful):
         def __init__(self, length: int) -> None:

@@ -18,7 +18,7 @@ from trainer_kit.data.reader import Read, SeededCollator, StreamReader
 from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
 from trainer_kit.data.source import DataSource, ReadyBatches, is_loader, seeds_epochs
 from trainer_kit.loss.batch import Counts, count
-from trainer_kit.state import Stateful
+from trainer_kit.state import is_stateful
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.user_warnings import warn
 
@@ -124,7 +124,7 @@ class StreamLoader:
         self._readers = max(1, reading.workers)
         self._warned = False
         self._is_ready = isinstance(dataset, ReadyBatches)
-        self._goes_back = reading.workers == 0 and isinstance(dataset, Stateful)
+        self._goes_back = reading.workers == 0 and is_stateful(dataset)
         self._may_count_epochs = self._goes_back and not (has_shuffle_buffer(dataset) or seeds_epochs(dataset))
         self._given: Any = None  # the dataset's state as it was given
         self._start: Any = None  # its state before the epoch

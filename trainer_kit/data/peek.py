@@ -20,7 +20,7 @@ from trainer_kit.data.map_loader import LoaderConfig, MicroBatch, TrainLoader
 from trainer_kit.data.source import data_source
 from trainer_kit.errors import ReadOnceError
 from trainer_kit.run import Run
-from trainer_kit.state import Stateful
+from trainer_kit.state import is_stateful
 from trainer_kit.utils.rng import generators_kept
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig
     if reading.workers:
         with _positions_kept():
             return read(reading)
-    if isinstance(dataset, Stateful):
+    if is_stateful(dataset):
         kept = copy.deepcopy(dataset.state_dict())
         try:
             return read(reading)

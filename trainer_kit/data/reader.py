@@ -27,7 +27,7 @@ from trainer_kit.data.source import ReadyBatches, begin_epoch
 from trainer_kit.data.workers import packed, unpacked, watch_division
 from trainer_kit.errors import DataError
 from trainer_kit.loss.batch import samples_in, split
-from trainer_kit.state import Stateful
+from trainer_kit.state import is_stateful
 from trainer_kit.utils.rng import generator_states, seed_generators, set_generator_states
 from trainer_kit.utils.user_warnings import warn
 
@@ -262,7 +262,7 @@ class StreamReader(IterableDataset[Any]):
         self._ends = ends
         self.start = start
         self._is_ready = isinstance(dataset, ReadyBatches)
-        self._has_state = isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
+        self._has_state = is_stateful(dataset) and not has_shuffle_buffer(dataset)
         self._states: list[dict[str, Any]] | None = None
         self._turn = 0
         self._trusted: list[bool] = []
@@ -394,7 +394,7 @@ class StreamReader(IterableDataset[Any]):
 
     def _resumed(self, workers: int) -> Iterator[Any]:
         """Yield the items of all workers after they found their positions; a state that failed is not tried again."""
-        why = _BUFFER if isinstance(self.dataset, Stateful) else _NO_STATE
+        why = _BUFFER if is_stateful(self.dataset) else _NO_STATE
         while True:
             items = self._items()
             reports = list(islice(items, workers))

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import STAND_IN, BatchIndices, Layout, evaluation_slots, mix, parts
 from trainer_kit.data.source import begin_epoch, parts_of
-from trainer_kit.state import Stateful
+from trainer_kit.state import is_stateful
 from trainer_kit.utils.lengths import known_length
 from trainer_kit.utils.rng import generators_kept, seed_generators
 from trainer_kit.utils.user_warnings import warn
@@ -109,7 +109,7 @@ class SamplerOrder:
             data_state: What a checkpoint holds of the last epoch that was drawn: this one, or the one before.
         """
         drawn, digest = data_state.get("epoch", epoch), data_state["order"]  # earlier versions wrote no epoch
-        if data_state["sampler"] is not None and isinstance(self.sampler, Stateful):
+        if data_state["sampler"] is not None and is_stateful(self.sampler):
             if self.promised(drawn) is None:
                 self.draw(drawn)  # the lengths of earlier epochs
             self.sampler.load_state_dict(copy.deepcopy(data_state["sampler"]))
@@ -157,7 +157,7 @@ class SamplerOrder:
         with generators_kept(torch.device("cpu")):
             seed_generators(mix(self.seed, epoch, _SAMPLER))
             begin_epoch(sampler, epoch)
-            state = copy.deepcopy(sampler.state_dict()) if isinstance(sampler, Stateful) else None
+            state = copy.deepcopy(sampler.state_dict()) if is_stateful(sampler) else None
             drawn = [*iter(sampler)]  # without asking for its length, which it may not know
         if not drawn:
             raise ValueError(

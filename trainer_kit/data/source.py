@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.sampling import mix
-from trainer_kit.state import Stateful
+from trainer_kit.state import is_stateful
 
 
 class ReadyBatches:
@@ -29,7 +29,7 @@ class ReadyBatches:
     """
 
     def __new__(cls, batches: Iterable[Any]) -> ReadyBatches:
-        return super().__new__(_StatefulBatches if isinstance(batches, Stateful) else cls)
+        return super().__new__(_StatefulBatches if is_stateful(batches) else cls)
 
     def __init__(self, batches: Iterable[Any]) -> None:
         if not hasattr(batches, "__iter__"):
@@ -194,8 +194,10 @@ def _can_be_taken_apart(loader: DataLoader[Any]) -> bool:
     own, plain = type(loader), DataLoader
     is_plain = own.__iter__ is plain.__iter__ and own._get_iterator is plain._get_iterator
     # torchdata's StatefulDataLoader reads as a DataLoader does; a dataset with a state needs its own iteration.
-    is_stateful = own.__module__.startswith("torchdata.") and not isinstance(loader.dataset, Stateful)
-    return (is_plain or is_stateful) and loader.batch_sampler is not None and not DataSource(loader.dataset).is_iterable
+    is_torchdata = own.__module__.startswith("torchdata.") and not is_stateful(loader.dataset)
+    return (
+        (is_plain or is_torchdata) and loader.batch_sampler is not None and not DataSource(loader.dataset).is_iterable
+    )
 
 
 def _apart(loader: DataLoader[Any]) -> DataSource:
