@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from kit.loss_cases import (
@@ -15,7 +16,7 @@ from kit.loss_cases import (
 )
 
 from trainer_kit.loss import batch as batch_module
-from trainer_kit.loss.batch import Counts, count, labels_of, samples_of, targets_of, with_labels
+from trainer_kit.loss.batch import Counts, count, labels_of, samples_in, samples_of, targets_of, with_labels
 
 
 def test_counts() -> None:
@@ -147,3 +148,10 @@ def test_labels_of_named_tuples(kind: Any, place: int) -> None:
         number != place for number in range(len(values))
     ]
     assert changed[place].tolist() == [0] * 6
+
+
+def test_ready_batches_without_tensors_are_refused() -> None:
+    batch = {"id": np.arange(4), "x": np.ones((4, 2))}
+    with pytest.raises(ValueError, match=r"ReadyBatches must give tensors .* numpy arrays by torch\.as_tensor"):
+        samples_in(batch)
+    assert samples_in({name: torch.as_tensor(array) for name, array in batch.items()}) == 4

@@ -249,7 +249,12 @@ def samples_in(batch: Any) -> int:
         return len(labels)
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
         return len(batch[0])
-    return samples_of(batch)
+    if (rows := rows_of(batch)) is None:
+        raise ValueError(
+            f"a batch is {shape_of(batch)}: its samples cannot be counted; ReadyBatches must give tensors whose first "
+            "dimension is the samples, so convert numpy arrays by torch.as_tensor"
+        )
+    return rows
 
 
 def split(batch: Any, cuts: Sequence[tuple[int, int]]) -> list[Any]:
