@@ -7,52 +7,23 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kit.layouts import kept, layouts
-from torch.utils.data import IterableDataset, get_worker_info
+from kit.streams import Plain
 from xxhash import xxh3_64
 
 from trainer_kit.data.collate import stack
-from trainer_kit.data.iterable_loader import StreamEvaluation, StreamLoader
+from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, MicroBatch
 from trainer_kit.data.sampling import Layout
 from trainer_kit.data.source import ReadyBatches
+from trainer_kit.data.stream_evaluation import StreamEvaluation
 from trainer_kit.errors import DataError
 
 SEED = 5
-
-
-class Plain(IterableDataset[Any]):
-    """Samples with noise of all three generators, divided over the workers."""
-
-    def __init__(self, length: int, shards: tuple[int, ...] | None = None) -> None:
-        self.length = length
-        self.shards = shards  # samples of each worker, where they differ
-        self.epoch = -7
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def mine(self) -> range:
-        info = get_worker_info()
-        if info is None:
-            return range(self.length)
-        if self.shards is None:
-            return range(info.id, self.length, info.num_workers)
-        start = sum(self.shards[: info.id])
-        return range(start, start + self.shards[info.id])
-
-    def sample(self, index: int) -> dict[str, Any]:
-        noise = torch.rand(()).double() + np.random.rand() + random.random()
-        return {"x": torch.tensor([index, float(noise), self.epoch], dtype=torch.float64)}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in self.mine():
-            yield self.sample(index)
 
 
 class Undivided(Plain):
@@ -437,22 +408,6 @@ def test_a_state_is_a_copy() -> None:
     assert [mark["dataset"] and len(mark["dataset"]["seen"]) for mark in marks] == [None, 32, 64, 96, 128]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
-    def evaluated() -> list[list[list[float]]]:
-        reading = LoaderConfig(stack, SEED, workers)
-        found = list(StreamEvaluation(Plain(11), Layout(4), reading))
-        assert sum(counts.samples for _, counts in found) == 11
-        return [batch["x"].tolist() for batch, _ in found]
-
-    torch.manual_seed(1)
-    first = evaluated()
-    torch.manual_seed(2)
-    assert evaluated() == first
-    assert sorted(int(row[0]) for batch in first for row in batch) == list(range(11))
-    assert {row[2] for batch in first for row in batch} == {-7.0}  # no epoch begins
-
-
 def windows_of(ranks: list[list[MicroBatch]]) -> list[list[list[MicroBatch]]]:
     """The micro-batches by step, row and rank."""
     steps: list[list[list[MicroBatch]]] = []
@@ -625,19 +580,6 @@ def test_a_stand_in_is_counted_as_other_batches_are() -> None:
     (micro,) = StreamLoader(Plain(2), Layout(2, 1, 2, 1), LoaderConfig(collate, SEED)).micro_batches(0, 0, 1)
     assert micro.counts.samples == micro.global_batch.samples == 0
     assert micro.counts.labels.device == micro.global_batch.shifted.device == torch.device("meta")
-
-
-@settings(max_examples=50)
-@given(st.integers(0, 20), st.integers(1, 4), st.integers(2, 3))
-def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
-    def evaluated(layout: Layout) -> list[Any]:
-        found = list(StreamEvaluation(Plain(length), layout, LoaderConfig(stack, SEED)))
-        assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
-        return [batch["x"].tolist() for batch, _ in found]
-
-    alone = evaluated(Layout(size))
-    for rank in range(processes):
-        assert evaluated(Layout(size, 1, processes, rank)) == alone[rank::processes]
 
 
 def test_workers_leave_this_process_its_generators() -> None:

@@ -19,12 +19,13 @@ from trainer_kit.data.collate import (
     warn_of_ready_batches,
 )
 from trainer_kit.data.columns import without_unused_columns
-from trainer_kit.data.iterable_loader import StreamEvaluation, StreamLoader
+from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_batches
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
 from trainer_kit.data.sampling import Layout, kept_layout
 from trainer_kit.data.source import DataSource, data_source, order_facts
+from trainer_kit.data.stream_evaluation import StreamEvaluation
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, columns_of, takes_column
 from trainer_kit.run import Run

@@ -10,9 +10,9 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
-from trainer_kit.data.digest import digest, has_shuffle_buffer
+from trainer_kit.data.digest import has_shuffle_buffer
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, SeededCollator, StreamReader
 from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
@@ -324,45 +324,6 @@ class StreamLoader:
                 part += 1
             else:
                 yield _Batch(read, start, part)
-
-
-def different_samples(role: str) -> str:
-    """Return the warning for a stream of samples, called `role`, that differs between the processes."""
-    return (
-        f"{role} gives the processes different samples: if it divides itself by rank, or shuffles with a seed of each "
-        "process, some are lost or repeated, since each process takes its share of the whole stream; give all of them "
-        "the same one"
-    )
-
-
-class StreamEvaluation:
-    """This process's batches of an evaluation over an iterable dataset, with their counts.
-
-    Every process reads the whole dataset. Its k-th batch is number k * readers + reader, in the order of the dataset
-    or, with several workers, of their batches in turn.
-
-    Args:
-        dataset: The dataset.
-        layout: Batch size and processes.
-        reading: How samples are read.
-
-    Attributes:
-        fingerprint: Digest of what this process has read in the last pass, the same on all processes; 0 for one.
-    """
-
-    def __init__(self, dataset: Any, layout: Layout, reading: LoaderConfig) -> None:
-        self.fingerprint = 0
-        self._reader, self._layout = StreamReader(dataset, layout, reading), layout
-
-    def __iter__(self) -> Iterator[tuple[Any, Counts]]:
-        layout, found = self._layout, xxh3_64()
-        for number, read in enumerate(self._reader.rounds()):
-            if layout.readers > 1:
-                found.update(digest(read.parts) or b"")
-            if number % layout.readers == layout.reader:
-                for batch, samples in zip(read.parts, read.sizes, strict=True):
-                    yield batch, count(batch, samples)
-        self.fingerprint = found.intdigest() if layout.readers > 1 else 0
 
 
 def _dealt(batches: Iterator[_Batch], layout: Layout, number: int) -> _Row | None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer_kit.data.iterable_loader import StreamEvaluation, different_samples
 from trainer_kit.data.padding import Padding, pad_rows, trim_rows
 from trainer_kit.data.sampling import mix
+from trainer_kit.data.stream_evaluation import StreamEvaluation, different_samples
 from trainer_kit.errors import DoesNotFitError, EvaluationInterrupted
 from trainer_kit.loop.batch_metrics import BatchMetrics
 from trainer_kit.loop.collected import Collected

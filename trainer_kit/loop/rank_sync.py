@@ -14,9 +14,9 @@ import torch
 import xxhash
 
 from trainer_kit.config.event_schedule import EventSchedule
-from trainer_kit.data.iterable_loader import different_samples
 from trainer_kit.data.map_loader import GlobalBatch
 from trainer_kit.data.source import data_length
+from trainer_kit.data.stream_evaluation import different_samples
 from trainer_kit.run import Run
 from trainer_kit.state import Requests
 from trainer_kit.strategies.vote import Vote

@@ -214,11 +214,12 @@ def _signature(tree: Any) -> Any:
     is_mapping = type(tree) is dict or isinstance(tree, Mapping)
     if not is_mapping and not isinstance(tree, (list, tuple)):
         return None
-    found = [
-        (each.shape, each.dtype) if type(each) is torch.Tensor and not each.is_nested else _signature(each)
-        for each in (tree.values() if is_mapping else tree)
-    ]
-    return (*tree, *found) if is_mapping else tuple(found)
+    return tuple(
+        [
+            (name, _signature(each) if type(each) is not torch.Tensor or each.is_nested else (each.shape, each.dtype))
+            for name, each in (tree.items() if is_mapping else enumerate(tree))
+        ]
+    )
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
