@@ -131,12 +131,18 @@ class Classic(NamedTuple):
     weight: torch.Tensor
 
 
+class Points(NamedTuple):
+    x: torch.Tensor
+    target: torch.Tensor
+    y: torch.Tensor
+
+
 class Unnamed(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
 
 
-@pytest.mark.parametrize(("kind", "place"), [(Named, 1), (Classic, 1), (Unnamed, 1)])
+@pytest.mark.parametrize(("kind", "place"), [(Named, 1), (Classic, 1), (Points, 1), (Unnamed, 1)])
 def test_labels_of_named_tuples(kind: Any, place: int) -> None:
     values = [torch.arange(6.0), torch.tensor([3, -100, 4, 5, -100, 6]), torch.ones(6)][: len(kind._fields)]
     batch = kind(*values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from kit.trainer import arguments
 from torch import nn
 
-from trainer_kit import Trainer
+from trainer_kit import Callback, Trainer
+from trainer_kit.loss.outside_modules import OutsideModules
 
 FORGOTTEN = "compute_loss computes gradients for weights of Criterion, which the optimizer does not have"
 UNSAVED = "the optimizer has parameters that are not the model's (1), which no checkpoint holds"
@@ -141,3 +143,68 @@ def test_a_teacher_and_a_frozen_loss_are_fine(tmp_path: Path, teaches: bool) -> 
         return criterion(model(batch["x"]), batch["labels"]) + teaches * (model(batch["x"]) - target).square().mean()
 
     assert warned(tmp_path, compute) == []
+
+
+def test_a_teacher_that_was_trained_before_is_fine(tmp_path: Path) -> None:
+    teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
+    teacher(torch.ones(2, 4)).sum().backward()
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            target = teacher.to(torch.float64)(batch["x"].double()).float()
+        return (model(batch["x"]) - target).square().mean()
+
+    assert warned(tmp_path, compute) == []
+
+
+def test_what_a_callback_or_an_object_saves_is_fine(tmp_path: Path) -> None:
+    model, criterion = nn.Linear(4, 3), Criterion(remembers=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+
+    class Keeper(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"criterion": criterion.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            criterion.load_state_dict(state["criterion"])
+
+    args = arguments(tmp_path, max_steps=2, save_strategy="epoch")
+    compute = by_closure(criterion)
+    Trainer(model, args, samples(), compute_loss=compute, optimizer=optimizer, callbacks=[Keeper()]).train()
+
+
+def test_a_discriminator_with_an_optimizer_of_its_own_is_fine(tmp_path: Path) -> None:
+    critic = nn.Linear(3, 1)
+    own = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        output = model(batch["x"])
+        own.zero_grad()
+        critic(output.detach()).mean().backward()
+        own.step()
+        return -critic(output).mean()
+
+    assert warned(tmp_path, compute) == []
+
+
+def test_objects_that_cannot_be_looked_at_are_left_alone(tmp_path: Path) -> None:
+    class Hidden:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("not for you")
+
+    lazy, model = nn.LazyBatchNorm1d(), nn.Linear(4, 3)
+    proxy, dead, hidden = weakref.proxy(model), weakref.proxy(Criterion()), Hidden()
+
+    def compute(model: nn.Module, batch: Any, others: Any = (proxy, lazy)) -> Any:
+        return model(batch["x"]).square().mean() + 0 * len((dead, hidden))
+
+    assert warned(tmp_path, compute, model) == []
+
+
+def test_the_search_ends() -> None:
+    names = {f"f{number}": None for number in range(60)}
+    code = "\n".join(f"def {name}(model, batch): return {', '.join(names)}" for name in names)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert OutsideModules(found["f0"], nn.Linear(1, 1))._modules == {}

@@ -276,6 +276,35 @@ def test_an_own_optimizer_resumes_and_evaluates_with_the_same_bits(
         assert torch.equal(weights(plain.run.model), weights(resumed.run.model))
 
 
+def test_an_optimizer_that_keeps_no_mode_is_switched_once(tmp_path: Path) -> None:
+    class Swapping(torch.optim.SGD):
+        """Exchanges the weights and their mean in each call."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("mean", parameter.clone()).lerp_(parameter, 0.1)
+
+        @torch.no_grad()
+        def eval(self) -> None:
+            for parameter, state in self.state.items():
+                weights, mean = parameter.clone(), state["mean"].clone()
+                parameter.copy_(mean)
+                state["mean"].copy_(weights)
+
+        train = eval
+
+    trainer = own_trainer(tmp_path, lambda parameters: Swapping(parameters, lr=0.1), save_steps=8)
+    trainer.train()
+    averaged = weights(trainer.run.model)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert torch.equal(weights(trainer.run.model), averaged)
+    assert first["eval_loss"] == second["eval_loss"]
+    means = torch.cat([state["mean"].flatten() for state in trainer.run.optimizer.state.values()])  # type: ignore[union-attr]
+    assert not torch.equal(means, averaged)
+
+
 def test_an_optimizer_inside_one_that_switches_is_left_to_it() -> None:
     class Outer(Wrapper):
         def train(self) -> None:

@@ -19,7 +19,7 @@ def different_samples(role: str) -> str:
     return (
         f"{role} gives the processes different samples: if it divides itself by rank, or shuffles with a seed of each "
         "process, some are lost or repeated, since each process takes its share of the whole stream; give all of them "
-        "the same one"
+        "the same one (where only random changes or times within the samples differ, nothing is lost)"
     )
 
 

@@ -294,13 +294,17 @@ def main_input(module: torch.nn.Module, batch: Any) -> Any:
 def predictions_in(output: Any) -> Any:
     """Return the predictions in a model's output: its `logits`, else all tensors except the loss.
 
+    Lists, tuples and mappings of tensors in a dict count where it has no other tensors: they may be hidden states.
+
     Raises:
         ValueError: If the output has no predictions.
     """
     if isinstance(output, Mapping):
         if "logits" in keys(output):
             return output["logits"]
-        rest = [value for name, value in output.items() if name != "loss" and _is_batched(value)]
+        values = [value for name, value in output.items() if name != "loss"]
+        rest = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+        rest = rest or [value for value in values if _is_batched(value)]
     elif isinstance(output, list) and output and all(isinstance(each, Mapping) for each in output):
         return output  # one for each sample, as of detection models
     elif isinstance(output, (tuple, list)):
@@ -344,7 +348,7 @@ def ignored_outputs(module: torch.nn.Module) -> Sequence[str]:
 
 
 def _is_batched(value: Any) -> bool:
-    """Return whether a value is a tensor with samples, or a nested list, tuple or mapping of such ones."""
+    """Return whether a value is a nested list, tuple or mapping of tensors that may have an entry for each sample."""
     dimensions = [each.ndim for each in tensors(value)]
     return bool(dimensions) and all(dimensions)
 

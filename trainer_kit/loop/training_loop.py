@@ -82,7 +82,7 @@ class TrainingLoop:
         self._is_stopping = False
         self._has_checked_step = False
         self._known = {name for name, _ in self.run.model.named_parameters()}
-        self._outside = OutsideModules(self.loss.compute_loss, self.run.model)
+        self._outside = OutsideModules(self.loss.compute_loss if self.run.strategy.is_main else None, self.run.model)
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
         self._best = BestMetric(checkpoints)
 
@@ -235,23 +235,24 @@ class TrainingLoop:
     def _check_first_step(self) -> None:
         """Check what a step may have created, parameters and the optimizer's state, and what it has not called."""
         run, self._has_checked_step = self.run, True
-        assert run.optimizer is not None, "set up before the first step"
+        assert run.optimizer is not None
         check_all_known(run.optimizer, run.model, self._known)
+        saves = self.args.save_strategy != "no"
         if run.strategy.is_main:
-            warn_of_unused_checkpointing(run.model)
-            self._outside.warn(run.optimizer, run.stateful.values(), self.args.save_strategy != "no")
-        if self.args.save_strategy != "no":
+            if run.strategy.device_info.compilations()[0] == 0:  # what compiled code calls is not known
+                warn_of_unused_checkpointing(run.model)
+            self._outside.warn(run.optimizer, [self.events, *run.stateful.values()] if saves else None)
+        if saves:
             check_optimizer_storable(run.optimizer, self.args)
             with averaged_weights(run.optimizer):  # as in a save
                 self.checkpoints.check_space(run.strategy.model_state(self.loss.model))
 
     def _record_step(self, global_batch: GlobalBatch) -> None:
         """Keep loss and gradient norms of the finished step for a record."""
-        # A step without valid labels has no loss, rather than a loss of zero. Counts on a device are not read here.
+        # Without valid labels, a step has no loss, rather than one of zero. Counts on a device are not read here.
         items = self.loss.items(global_batch)
-        has_items = not isinstance(items, int) or items > 0
         span = StepSpan(self.run.state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-        self._metrics.append(span, has_items)
+        self._metrics.append(span, not isinstance(items, int) or items > 0)
 
     def _request(self, is_due: Callable[[Event], bool]) -> None:
         """Request the events that the arguments schedule; `Checkpointing` requests the saves."""

@@ -15,9 +15,6 @@ IGNORED = -100
 """The label that losses ignore (`ignore_index` of torch's cross_entropy)."""
 
 
-_NAMES = ("labels", "label", "y")
-"""Names of labels, in order of precedence; a dict has the first two only."""
-
 _POSITIONS = ("start_positions", "end_positions")
 """Labels of models that answer questions with a part of the text."""
 
@@ -91,8 +88,9 @@ def samples_of(batch: Any) -> int:
 def labels_of(batch: Any) -> torch.Tensor | None:
     """Return the labels of a batch; None if it has none.
 
-    Labels are the entry `labels` (or `label`) of a dict, the attribute `labels`, `label` or `y` of a named tuple or of
-    another object (torch_geometric's batches), or the last element of any other tuple or list.
+    Labels are the entry `labels` (or `label`) of a dict, the last element of a tuple or list, of a named one the field
+    `labels`, `label`, `targets`, `target` or `y`, or the attribute `labels`, `label` or `y` of an object
+    (torch_geometric's batches).
     """
     if type(batch) is dict and "labels" in batch and batch["labels"] is not None:
         labels = batch["labels"]
@@ -166,14 +164,15 @@ def missing_label(name: str, batch: Any) -> ValueError:
 
 def _label_name(batch: Any) -> str | None:
     """Return the name of the labels in a dict or an object; None without labels."""
-    names = _NAMES[:2] if isinstance(batch, (Mapping, torch.Tensor)) else _NAMES
+    names = ("labels", "label") if isinstance(batch, (Mapping, torch.Tensor)) else ("labels", "label", "y")
     return next((name for name in names if _entry(batch, name) is not None), None)
 
 
 def _label_place(batch: Sequence[Any]) -> int:
     """Return the place of the labels in a tuple or list."""
     fields = getattr(batch, "_fields", ())
-    return next((fields.index(name) for name in _NAMES if name in fields), -1)
+    names = ("labels", "label", "targets", "target", "y")
+    return next((fields.index(name) for name in names if name in fields), -1)
 
 
 def _entry(batch: Any, name: str) -> Any:

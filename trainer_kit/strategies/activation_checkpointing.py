@@ -20,7 +20,7 @@ from trainer_kit.utils.repeated_blocks import repeated_blocks
 from trainer_kit.utils.transformers_models import place_of_use_cache
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
-from trainer_kit.utils.wrappers import is_compiled_module, model_class
+from trainer_kit.utils.wrappers import model_class
 
 _OWN = ("activation_checkpointing", "gradient_checkpointing")
 """Prefixes of transformers' methods: transformers 5 renamed them."""
@@ -77,21 +77,17 @@ class _OwnCheckpointing:
 def warn_of_unused_checkpointing(model: nn.Module) -> None:
     """Warn if no forward pass has gone through a module whose activations are to be recomputed.
 
-    What compiled code calls is not known: where a part of the model is compiled, there is no warning.
-
     Args:
-        model: The user's model, after a step.
+        model: The user's model, after a step without compiled code.
     """
-    if any(is_compiled_module(module) for module in model.modules()):
-        return
     found = [each for module in model.modules() for each in _checkpointing_of(module)]
     if not found or any(each.has_run for each in found):
         return
     classes = {model_class(each.module).__name__: None for each in found if isinstance(each, _CheckpointedForward)}
     warn(
         "gradient_checkpointing has no effect: the first step did not call "
-        f"{join_names(classes) or 'what it recomputes'} with gradients, at most parts of it; name modules that it "
-        "calls by gradient_checkpointing={'modules': [...]}, or use False"
+        f"{join_names(classes) or 'what is to be recomputed'} with gradients; name modules that it calls by "
+        "gradient_checkpointing={'modules': [...]}, or set it to False"
     )
 
 

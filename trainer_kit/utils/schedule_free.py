@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ _TRAINING_WEIGHTS = "training_weights"
 Most of these optimizers compute each of the two from the other, so that every evaluation and checkpoint would change
 training by rounding. The state of a checkpoint has both.
 """
+
+_switched: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Whether an optimizer was last switched to the training weights."""
 
 
 def schedule_free(name: str, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
@@ -61,7 +65,7 @@ def set_training(optimizer: torch.optim.Optimizer | None, training: bool) -> Non
         if training:
             _train(part)
         else:
-            part.eval()
+            _average(part)
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def averaged_weights(
     for part in parts:
         for parameter, state in _parameter_states(part).items():
             state[_TRAINING_WEIGHTS] = parameter.detach().clone()
-        part.eval()
+        _average(part)
     try:
         yield
         before_return()
@@ -95,15 +99,22 @@ def averaged_weights(
 def _train(optimizer: Any) -> None:
     """Give the parameters the training weights: those kept in the state, which may be a checkpoint's, if it has any."""
     optimizer.train()
+    _switched[optimizer] = True
     for parameter, state in _parameter_states(optimizer).items():
         if (weights := state.pop(_TRAINING_WEIGHTS, None)) is not None:
             parameter.detach().copy_(weights)
 
 
+def _average(optimizer: Any) -> None:
+    optimizer.eval()
+    _switched[optimizer] = False
+
+
 def _is_training(optimizer: Any) -> bool:
-    """Return whether the parameters have the training weights; some optimizers note it at their first switch alone."""
-    groups = optimizer.param_groups
-    is_training: bool = (groups[0] if groups else {}).get("train_mode", getattr(optimizer, "train_mode", True))
+    """Return whether the parameters have the training weights; some optimizers note it at their first switch only."""
+    group: dict[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+    last = _switched.get(optimizer, True)
+    is_training: bool = group.get("train_mode", getattr(optimizer, "train_mode", last))
     return is_training
 
 

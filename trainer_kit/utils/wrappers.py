@@ -36,8 +36,3 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of a model, not the one that torch's `fully_shard` derives from it."""
     kind = type(model)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
-
-
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Return whether `torch.compile` wraps a module."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

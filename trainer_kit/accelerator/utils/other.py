@@ -21,7 +21,7 @@ from trainer_kit.launch.config import write_basic_config
 from trainer_kit.launch.processes import set_variables
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.units import format_size
-from trainer_kit.utils.wrappers import is_compiled_module, without_wrappers
+from trainer_kit.utils.wrappers import without_wrappers
 
 logger = logging.getLogger("trainer_kit")
 
@@ -166,6 +166,11 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
         version = installed(version)
     return _COMPARISONS[operation](TorchVersion(version), requirement_version)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` wraps a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
