@@ -71,8 +71,8 @@ def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig
     """Read from a dataset before training, without changing the dataset's own state.
 
     Forked workers read copies of the dataset, so that its internal state (a generator, a counter) does not change. A
-    dataset with `state_dict` is read in this process, and its state is restored. A dataset that a worker cannot read
-    (on a GPU), or whose batches cannot be sent between processes, is read in this process too.
+    dataset that a worker cannot read (on a GPU, or with workers of its own), or whose batches cannot be sent between
+    processes, is read in this process, and its state is restored if it has a `state_dict`.
 
     Args:
         dataset: The dataset.
@@ -89,16 +89,16 @@ def read_ahead(dataset: Any, reading: LoaderConfig, read: Callable[[LoaderConfig
     if reading.workers:
         with _positions_kept():
             return read(reading)
-    if is_stateful(dataset):
-        kept = copy.deepcopy(dataset.state_dict())
-        try:
-            return read(reading)
-        finally:
-            dataset.load_state_dict(kept)
     if _forks():
         with contextlib.suppress(Exception), _positions_kept():
             return read(dataclasses.replace(reading, workers=1, collate=_Portable(reading.collate)))
-    return read(reading)
+    if not is_stateful(dataset):
+        return read(reading)
+    kept = copy.deepcopy(dataset.state_dict())
+    try:
+        return read(reading)
+    finally:
+        dataset.load_state_dict(kept)
 
 
 class _Portable:
