@@ -12,6 +12,7 @@ from kit.architectures import ARCHITECTURES
 from kit.ranks import RankFailed, on_ranks
 from kit.trainer import arguments
 from torch import nn
+from torch.nn.functional import pad
 
 from trainer_kit import FSDP, EvalPrediction, Trainer
 from trainer_kit.callbacks import EMA
@@ -203,6 +204,25 @@ def test_a_mask_may_be_none(tmp_path: Path, kind: str) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **length)[0].tolist()
         expected = expected if kind == "t5" else expected[2:]
         assert (row + [0] * 5)[:5] == (expected + [0] * 5)[:5]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_found_without_a_mask(tmp_path: Path, side: str) -> None:
+    prompts = [torch.arange(1, 3 + index % 3) + index for index in range(7)]
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        width, rows = max(len(each["input_ids"]) for each in batch), [each["input_ids"] for each in batch]
+        gaps = [(0, width - len(row)) if side == "right" else (width - len(row), 0) for row in rows]
+        return {"input_ids": torch.stack([pad(row, gap) for row, gap in zip(rows, gaps, strict=True)])}
+
+    args = arguments(tmp_path, predict_with_generate=True, generation_max_length=5, per_device_eval_batch_size=3)
+    model = model_of("gpt2").eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    output = Trainer(model, args, data_collator=collate).predict([{"input_ids": each} for each in prompts])
+    for row, prompt in zip(output.predictions.tolist(), prompts, strict=True):
+        mask = torch.ones_like(prompt)[None]
+        ids = model.generate(prompt[None], attention_mask=mask, max_new_tokens=5, pad_token_id=0)[0, len(prompt) :]
+        assert (row + [0] * 5)[:5] == (ids.tolist() + [0] * 5)[:5]
 
 
 def test_settings_of_one_call(tmp_path: Path) -> None:

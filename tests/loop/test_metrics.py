@@ -30,7 +30,14 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from trainer_kit.loop.metrics import MeanLoss, begin_metrics, gather_metrics, joined_result, metrics_by_name
+from trainer_kit.loop.metrics import (
+    MeanLoss,
+    begin_metrics,
+    gather_metrics,
+    joined_result,
+    metrics_by_name,
+    scores_by_name,
+)
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.strategies.collectives import Collectives
 
@@ -266,6 +273,40 @@ def test_others_are_merged(samples: int, processes: int) -> None:
     )
 
 
+def test_a_merge_leaves_the_metric_as_it_was() -> None:
+    own, other = Mergeable(), Mergeable()
+    own.values, other.values = [1.0], [3.0]
+    for _ in range(2):
+        assert joined_result(own, [other]) == 2.0
+    assert own.values == [1.0]
+
+
+class Listed(TorchMetric):
+    """Returns its list, which is one with a single process too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def update(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:
+        self.rows.append(labels)
+
+    def compute(self) -> int:
+        assert isinstance(self.rows, list)
+        return sum(len(each) for each in self.rows)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_lists_of_torchmetrics_stay_lists(processes: int) -> None:
+    batches = [(torch.zeros(2), torch.zeros(2)) for _ in range(4)]
+    assert joined(Listed, batches, processes) == 8
+
+
+def test_values_of_one_name_get_that_of_their_metric() -> None:
+    results = {"acc": 0.5, "f1": {"raw": 1, "max": 2}, "auc": {"raw": 3, "acc": 4}, "own": {"own": 5}}
+    assert scores_by_name(results) == {"acc": 0.5, "f1_raw": 1, "max": 2, "auc_raw": 3, "auc_acc": 4, "own": 5}
+
+
 def test_those_that_cannot_be_joined_are_refused_before_the_evaluation() -> None:
     begin_metrics({"one": Mean()}, Strategy())
     said = r"metrics\['one'\] is a Mean without merge_state\(others\), so that what 2 processes count cannot be joined"
@@ -291,6 +332,8 @@ def test_metrics_get_names() -> None:
         metrics_by_name([one, MulticlassAccuracy(4)])
     with pytest.raises(TypeError, match=r"metrics\['function'\] is a function without update, compute, reset"):
         metrics_by_name([joined])
+    with pytest.raises(TypeError, match=r"metrics\['a'\] is the class MulticlassAccuracy; give an object of it"):
+        metrics_by_name({"a": MulticlassAccuracy})
 
 
 @pytest.mark.parametrize("static", [False, True])

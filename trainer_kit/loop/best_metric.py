@@ -71,6 +71,8 @@ class BestMetric:
         here = metrics.get(self.name, metrics.get(self.name.removeprefix("eval_")))
         value = run.strategy.collectives.broadcast(here)
         if not isinstance(value, (int, float)):
+            if value is not None:
+                raise ValueError(f"metric_for_best_model={self.name!r} is a {type(value).__name__}; name a number")
             raise ValueError(
                 f"metric_for_best_model={self.name!r} is not among the numbers that evaluation and callbacks give: "
                 f"{', '.join(metrics)}"

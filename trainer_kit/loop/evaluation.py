@@ -34,6 +34,7 @@ from trainer_kit.loop.metrics import (
     main_input,
     outputs_in,
     predictions_in,
+    scores_by_name,
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.batch import IGNORED, Counts, labels_of, missing_label, samples_of, shape_of, targets_of
@@ -397,10 +398,9 @@ class Evaluator:
 
     def _scores(self, collected: Collected | None, others: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of all metrics, on the main process."""
-        scores: dict[str, Any] = {}
-        for name, metric in self.metrics.items():
-            result = joined_result(metric, [other[name] for other in others])
-            scores |= result if isinstance(result, Mapping) else {name: result}
+        scores = scores_by_name(
+            {name: joined_result(metric, [other[name] for other in others]) for name, metric in self.metrics.items()}
+        )
         if self.compute_metrics is not None:
             assert collected is not None
             if self._batch_metrics is None:
@@ -409,6 +409,10 @@ class Evaluator:
                 result = self._batch_metrics.result(collected.batches())
             if not isinstance(result, Mapping):
                 raise TypeError(f"compute_metrics returned a {type(result).__name__}; return a dict of numbers")
+            if others_named := [key for key in result if not isinstance(key, str)]:
+                raise TypeError(f"compute_metrics returned a dict with the key {others_named[0]!r}; use names")
+            if both := [key for key in result if key in scores]:
+                warn(f"compute_metrics and metrics= both give {both[0]!r}, of which the first is kept; rename one")
             scores |= result
         return scores
 

@@ -107,6 +107,13 @@ class TextGenerator:
         first: int | None = found[0] if isinstance(found, (list, tuple)) else found
         return first
 
+    def _is_token(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return which ids are no padding, as transformers infers it: one that ends texts may also be a token."""
+        ends = self._settings.get("eos_token_id", self._model.generation_config.eos_token_id)
+        if self.pad_id is None or self.pad_id in (ends if isinstance(ends, (list, tuple)) else [ends]):
+            return torch.ones_like(ids, dtype=torch.bool)
+        return ids != self.pad_id
+
     def _inputs_of_encoder(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         labels, known = labels_of(batch), columns_of(self._model)
         inputs = {name: batch[name] for name in batch if batch[name] is not None and (known is None or name in known)}
@@ -123,7 +130,7 @@ class TextGenerator:
         if ids is None:
             raise ValueError(f"{_ARGUMENT} needs input_ids, but a batch is {shape_of(batch)}")
         attended = batch.get("attention_mask")
-        is_prompt = torch.ones_like(ids, dtype=torch.bool) if attended is None else attended.bool()
+        is_prompt = self._is_token(ids) if attended is None else attended.bool()
         labels = labels_of(batch)
         if labels is not None:
             is_prompt = is_prompt & ((labels != IGNORED).cumsum(-1) == 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -123,7 +125,7 @@ def metrics_by_name(metrics: Any) -> dict[str, Metric]:
     """Return streaming metrics as a dict by name; the default name is the lower-case class name.
 
     Raises:
-        TypeError: If one of them lacks `update`, `compute` or `reset`.
+        TypeError: If one of them lacks `update`, `compute` or `reset`, or is a class.
         ValueError: If two unnamed metrics have the same class.
     """
     if metrics is None:
@@ -140,6 +142,8 @@ def metrics_by_name(metrics: Any) -> dict[str, Metric]:
                 f"metrics holds several of one class ({', '.join(named)}); give a dict with a name for each"
             )
     for name, metric in named.items():
+        if isinstance(metric, type):
+            raise TypeError(f"metrics[{name!r}] is the class {metric.__name__}; give an object of it")
         missing = [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]
         if missing:
             raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__} without {', '.join(missing)}")
@@ -199,6 +203,7 @@ def joined_result(metric: Metric, others: list[Any]) -> Any:
     """Return `metric.compute()` over this process's state and the states that others sent."""
     if not _is_of_torchmetrics(metric):
         if others:
+            metric = copy.deepcopy(metric)  # not every metric's reset undoes a merge
             metric.merge_state(others)  # type: ignore[attr-defined]
         return metric.compute()
     with contextlib.ExitStack() as stack:
@@ -208,6 +213,23 @@ def joined_result(metric: Metric, others: list[Any]) -> Any:
             for holder, *states in zip(_holders(metric), *others, strict=True):
                 stack.enter_context(_with_states(holder, states))
         return metric.compute()
+
+
+def scores_by_name(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all metrics by name, those of a metric that returns a dict by their own names.
+
+    Where several metrics have a name, it begins with that of the metric: "f1_raw".
+
+    Args:
+        results: What each metric computed, by its name.
+    """
+    named = [
+        (owner, key, value)
+        for owner, result in results.items()
+        for key, value in (result.items() if isinstance(result, Mapping) else [(owner, result)])
+    ]
+    times = Counter(key for _, key, _ in named)
+    return {(key if times[key] == 1 or key == owner else f"{owner}_{key}"): value for owner, key, value in named}
 
 
 def _share(metric: Metric) -> Any:
@@ -274,11 +296,15 @@ def _device_of(state: Any, default: torch.device) -> torch.device:
 
 
 def _reduced(states: list[Any], reduction: Any) -> Any:
-    """Merge the states of several processes as torchmetrics does: chain lists, stack tensors."""
+    """Merge the states of several processes as torchmetrics does: chain lists, stack tensors.
+
+    A list that torchmetrics would concatenate stays one, as with a single process.
+    """
     joined: Any
     if isinstance(states[0], list):
         joined = [item for state in states for item in state]
-        return reduction(joined) if joined and reduction is not None else joined
+        is_kept = reduction is None or reduction is sys.modules["torchmetrics"].utilities.data.dim_zero_cat
+        return joined if is_kept or not joined else reduction(joined)
     joined = torch.stack(states)
     return joined if reduction is None else reduction(joined)
 
