@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import on_ranks
+from kit.ranks import free_port, on_ranks
 
 from trainer_kit import Callback, Run, Trainer, TrainingArguments
 
@@ -73,12 +73,13 @@ class Training:
     """A job whose processes are sent signals in its first start."""
 
     def __init__(self, folder: Path, *names: str) -> None:
-        self.folder, self.names = folder, names
+        self.folder, self.names, self.port = folder, names, free_port()
 
     def __call__(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Train on all tasks of the job."""
         if int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1")) > 1:
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+            os.environ["MASTER_PORT"] = str(self.port)  # submitit's follows from the job's number, and may be in use
         return train(self.folder / "run", *self.names)
 
     def checkpoint(self) -> Any:
