@@ -72,8 +72,8 @@ def train(folder: Path, *names: str) -> tuple[int, dict[str, torch.Tensor]]:
 class Training:
     """A job whose processes are sent signals in its first start."""
 
-    def __init__(self, folder: Path, *names: str) -> None:
-        self.folder, self.names, self.port = folder, names, free_port()
+    def __init__(self, folder: Path, port: int, *names: str) -> None:
+        self.folder, self.port, self.names = folder, port, names
 
     def __call__(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Train on all tasks of the job."""
@@ -100,7 +100,7 @@ def results(training: Training, tasks: int) -> list[Any]:
 )
 def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, tasks: int, names: tuple[str, ...]) -> None:
     undisturbed = on_ranks(tasks, train, tmp_path / "undisturbed")
-    requeued = results(Training(tmp_path / "requeued", *names), tasks)
+    requeued = results(Training(tmp_path / "requeued", free_port(), *names), tasks)
     for (_, expected), (start, weights) in zip(undisturbed, requeued, strict=True):
         assert start == SIGNALLED
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
@@ -108,6 +108,6 @@ def test_a_requeued_job_resumes_at_the_step_of_the_signal(tmp_path: Path, tasks:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its logs open
 def test_a_job_in_this_process_trains(tmp_path: Path) -> None:
-    job = submitit.DebugExecutor(tmp_path / "logs").submit(Training(tmp_path))
+    job = submitit.DebugExecutor(tmp_path / "logs").submit(Training(tmp_path, free_port()))
     assert job.result()[0] == 0
     gc.collect()  # as a cycle may hold the logs, which would be found open in a later test
