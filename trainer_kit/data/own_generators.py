@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import os
 import random
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import mix
+from trainer_kit.utils.functions import globals_of, held_by
 
 _STDLIB = os.path.dirname(os.__file__)
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
@@ -136,17 +136,13 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
     """Yield what a function holds: defaults, its closure, and the globals that it uses of its own module."""
-    names, code = function.__globals__, function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # an empty one raises when it is read
-            yield name, cell.cell_contents
-    yield from enumerate(function.__defaults__ or ())
-    yield from (function.__kwdefaults__ or {}).items()
-    for name in () if _is_installed(code.co_filename) else _globals_of(code):
-        value = names.get(name)
-        if _is_generator(value) or (isinstance(value, types.FunctionType) and value.__globals__ is names):
+    yield from held_by(function)
+    for name, value in () if _is_installed(function.__code__.co_filename) else globals_of(function):
+        if _is_generator(value) or (
+            isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+        ):
             yield name, value
 
 
@@ -162,11 +158,3 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
 def _is_installed(file: str) -> bool:
     """Return whether a source file belongs to Python or to an installed package."""
     return file.startswith((_STDLIB, "<frozen")) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-
-
-@functools.cache
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that a function's code reads, that of functions within it included."""
-    names = {each.argval: None for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    inner = chain.from_iterable(_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return (*names, *inner)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer_kit.state import Stateful
+from trainer_kit.utils.functions import globals_of, held_by
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -158,19 +159,12 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
-        empty = types.CellType()  # raises when it is read
-        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != empty)
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        named = (value.__globals__.get(name) for name in _names(value.__code__))
-        yield from (each for each in named if isinstance(each, (*_SOUGHT, types.FunctionType, functools.partial)))
+        yield from (each for _, each in held_by(value))
+        kinds = (*_SOUGHT, types.FunctionType, functools.partial)
+        yield from (each for _, each in globals_of(value) if isinstance(each, kinds))
     elif isinstance(value, (list, tuple)):
         yield from value[:_LONGEST]
     elif isinstance(value, dict):
         yield from islice(value.values(), _LONGEST)
     elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
         yield from islice(getattr(value, "__dict__", {}).values(), _LONGEST)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return chain(code.co_names, chain.from_iterable(map(_names, inner)))
