@@ -20,6 +20,7 @@ from torch import nn
 from trainer_kit import Callback, Run, Trainer
 from trainer_kit.utils.optimizer_state import (
     check_optimizer_state,
+    copied_optimizer,
     described_groups,
     load_optimizer_state,
     optimizer_state,
@@ -409,6 +410,27 @@ def test_the_optimizers_in_an_optimizer() -> None:
     check_optimizer_state(both)
 
 
+@pytest.mark.parametrize("kind", [Both, Lookahead, Precise])
+def test_a_copy_of_an_optimizer_takes_the_same_steps_and_the_original_none(kind: type[Any]) -> None:
+    values, others = (parameters(["row-major", "a scalar"], torch.float32) for _ in range(2))
+    original = kind(values)
+    torch.optim.lr_scheduler.ConstantLR(optimizers_in(original)[-1])  # wraps the step of its optimizer
+    steps(original, 0, 2)
+    for value, other in zip(values, others, strict=True):
+        other.data.copy_(value.data)
+    before, method = [value.detach().clone() for value in values], kind.step
+    calls: list[Any] = []
+    optimizers_in(original)[-1].register_step_pre_hook(lambda *given: calls.append(given))
+    copied = copied_optimizer(original, {id(value): other for value, other in zip(values, others, strict=True)})
+    steps(copied, 2, 5)
+    assert not calls
+    assert kind.step is method
+    assert all(torch.equal(*pair) for pair in zip(values, before, strict=True))
+    steps(original, 2, 5)
+    assert calls
+    assert all(torch.equal(*pair) for pair in zip(values, others, strict=True))
+
+
 class Rates(Callback):
     """Halves the peaks after a step, or sets the rate of one step."""
 
@@ -460,8 +482,6 @@ def test_a_rate_that_a_callback_sets_holds_for_one_step(tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize("kind", [Both, Lookahead])
 def test_a_plan_leaves_optimizers_in_an_optimizer_alone(kind: type[Any], tmp_path: Path) -> None:
-    kind = type(kind.__name__, (kind,), {})  # torch changes the class of an optimizer that is copied
-
     def trainer(*callbacks: Callback) -> Any:
         made = make_trainer(tmp_path, *callbacks, max_steps=10)
         made.optimizer = kind(made.run.model.parameters())

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.utils.optimizer_state import step_methods_kept
+from trainer_kit.utils.optimizer_state import copied_optimizer
 from trainer_kit.utils.pytree import map_tensors, tensors
 
 T = TypeVar("T", torch.nn.Module, torch.optim.Optimizer)
@@ -66,8 +66,9 @@ class Fakes:
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
                 self._memo[id(tensor)] = self._parameter(tensor) if is_parameter else self.tensor(tensor)
                 self._kept.append(tensor)
-        with step_methods_kept(thing):
-            return copy.deepcopy(thing, self._memo)
+        if isinstance(thing, torch.optim.Optimizer):
+            return copied_optimizer(thing, self._memo)
+        return copy.deepcopy(thing, self._memo)
 
     def batch(self, batch: Any) -> Any:
         """Return a fake copy of a batch, with real values for small integer tensors (ones if they have no values)."""

@@ -25,7 +25,7 @@ from trainer_kit.optim import make_optimizer
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.recomputation import without_comparisons
 from trainer_kit.strategies.single import SingleDevice
-from trainer_kit.utils.optimizer_state import step_methods_kept
+from trainer_kit.utils.optimizer_state import copied_optimizer
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import GIB
 
@@ -70,8 +70,8 @@ def measure(
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be measured; use 'cpu' or 'cuda'")
     before = torch.cuda.memory_allocated(place) if place.type == "cuda" else 0
-    with step_methods_kept(optimizer):
-        copied, made = copy.deepcopy((model, optimizer))
+    copies: dict[int, Any] = {}
+    copied, made = copy.deepcopy(model, copies), optimizer and copied_optimizer(optimizer, copies)
     strategy = SingleDevice(place, Precision(args.mixed_precision))
     with generators_kept(strategy.device), without_comparisons():
         strategy.setup()

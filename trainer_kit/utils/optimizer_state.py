@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,26 +43,24 @@ def optimizers_in(optimizer: Optimizer | None) -> list[Optimizer]:
     return found
 
 
-@contextlib.contextmanager
-def step_methods_kept(optimizer: Any) -> Iterator[None]:
-    """Undo torch's changes to the classes of an optimizer and its inner optimizers at the end of the context.
+def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a deep copy of an optimizer and its inner optimizers, without hooks.
 
-    Unpickling or deep copying an optimizer patches its class: `step` then calls hooks, which an original whose class
-    does not call torch's `__init__()` lacks.
+    torch's own copies lack the attributes that a subclass adds, and making them changes the class's `step`.
 
     Args:
-        optimizer: Optimizer that is copied in the context; anything else has no effect.
+        optimizer: The optimizer; it may have a scheduler.
+        memo: Copies by the `id` of their originals, as for `copy.deepcopy`: those of its parameters.
     """
-    kinds: list[Any] = [type(part) for part in optimizers_in(optimizer)]
-    before = {kind: vars(kind).get("step") for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, step in before.items():
-            if step is not None:
-                kind.step = step
-            elif "step" in vars(kind):
-                del kind.step
+    parts = optimizers_in(optimizer)
+    for part in parts:
+        memo[id(part)] = type(part).__new__(type(part))
+    for part in parts:
+        own = {name: type(each)() if name.endswith("_hooks") else each for name, each in vars(part).items()}
+        own.pop("step", None)  # a scheduler's wrapper, which calls the step of the original
+        vars(memo[id(part)]).update(copy.deepcopy(own, memo))
+    copied: Optimizer = memo[id(optimizer)]
+    return copied
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
