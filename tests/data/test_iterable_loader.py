@@ -239,7 +239,7 @@ def test_each_sample_once_an_epoch_in_counted_steps(
     one = loader(Plain(length), Layout(batch_size, accumulation), drop_last=drop_last)
     used = length - length % batch_size if drop_last else length
     if used == 0:
-        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+        with pytest.raises(ValueError, match="train_dataset gave no full batch"):
             list(one.micro_batches(0, 0, 1))
         return
     steps = -(-used // (batch_size * accumulation))
@@ -329,6 +329,12 @@ def test_a_length_of_0_is_refused() -> None:
 def test_an_empty_dataset_is_an_error_and_no_endless_loop(kind: type[Plain], workers: int) -> None:
     with pytest.raises(ValueError, match="train_dataset gave no sample in epoch 0"):
         list(loader(kind(0), Layout(2), workers).micro_batches(0, 0, 3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_without_a_full_batch_is_an_error(workers: int) -> None:
+    with pytest.raises(ValueError, match="no full batch for each process in epoch 0, and dataloader_drop_last=True"):
+        list(loader(Plain(3), Layout(4), workers, drop_last=True).micro_batches(0, 0, 3))
 
 
 def test_a_generator_is_used_up_after_one_epoch() -> None:
@@ -526,7 +532,7 @@ def test_without_the_last_only_whole_rows_are_trained_on(
     layout = Layout(size, accumulation, processes)
     loaders = [loader(Plain(length), layout._replace(reader=rank), drop_last=True) for rank in range(processes)]
     if used == 0:
-        with pytest.raises(ValueError, match="train_dataset gave no sample"):
+        with pytest.raises(ValueError, match="train_dataset gave no full batch"):
             list(loaders[0].micro_batches(0, 0, 1))
         return
     steps = -(-used // layout.global_batch_size)

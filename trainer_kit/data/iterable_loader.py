@@ -239,6 +239,11 @@ class StreamLoader:
                 f"train_dataset is an iterator, which ended in epoch {epoch - 1}, before the training did; give an "
                 f"object whose __iter__ starts from the beginning each time{ready}"
             )
+        if self.drop_last:
+            return (
+                f"train_dataset gave no full batch for each process in epoch {epoch}, and dataloader_drop_last=True "
+                "leaves out the rest; set it to False, or give more samples"
+            )
         return f"train_dataset gave no sample in epoch {epoch}; it must give some each time"
 
     def resume(self, epoch: int, position: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
