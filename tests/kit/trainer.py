@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from trainer_kit import TrainingArguments
+
+UNUSED = str(Path(tempfile.gettempdir()) / "trainer_kit-unused")
+"""Output folder of trainers that only evaluate, which leave it empty."""
 
 
 def arguments(tmp_path: Path, **changes: Any) -> TrainingArguments:

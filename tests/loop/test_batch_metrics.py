@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit.ranks import on_ranks
+from kit.trainer import UNUSED
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -250,8 +251,8 @@ def test_structures_that_differ_are_refused_with_a_way_out(tmp_path: Path) -> No
 def results_on_ranks() -> dict[str, Any]:
     counts = Accuracy()
     warnings.simplefilter("error")
-    found = by_batch("unused", counts).evaluate(samples())
-    apart = make_trainer("unused", None, eval_do_concat_batches=False).predict(samples())
+    found = by_batch(UNUSED, counts).evaluate(samples())
+    apart = make_trainer(UNUSED, None, eval_do_concat_batches=False).predict(samples())
     return {
         "accuracy": found["eval_accuracy"], "counted": found["eval_counted"], "calls": counts.calls,
         "predictions": [batch.tolist() for batch in apart.predictions],

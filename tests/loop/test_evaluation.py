@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.static_shapes import STATIC, Static, WithOperands
+from kit.trainer import UNUSED
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
@@ -89,7 +90,7 @@ def test_streaming_metrics_equal_compute_metrics_and_the_truth(tmp_path: Any, ba
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_predictions_come_once_each_in_order(length: int, batch_size: int, seed: int) -> None:
     torch.manual_seed(seed)
-    trainer = make_trainer("unused", per_device_eval_batch_size=batch_size, compute_metrics=accuracy)
+    trainer = make_trainer(UNUSED, per_device_eval_batch_size=batch_size, compute_metrics=accuracy)
     dataset = samples(length)
     output = trainer.predict(dataset)
     logits, labels = whole(trainer.run.model, dataset)
@@ -411,7 +412,7 @@ def exact_samples(length: int, labels: bool = True) -> list[dict[str, torch.Tens
     return [each | {"x": each["x"].double()} for each in samples(length, labels)]
 
 
-def static_and_single(strategy: SingleDevice, batch_size: int, tmp_path: Any = "unused", **given: Any) -> list[Trainer]:
+def static_and_single(strategy: SingleDevice, batch_size: int, tmp_path: Any = UNUSED, **given: Any) -> list[Trainer]:
     """Two Trainers that evaluate batches of one size."""
     return [
         make_trainer(

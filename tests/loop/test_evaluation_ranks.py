@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit.ranks import on_ranks
+from kit.trainer import UNUSED
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import IterableDataset
@@ -115,7 +116,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, Any]:
 
 def make_trainer(batch_size: int, **given: Any) -> Trainer:
     args = TrainingArguments(
-        "unused", use_cpu=True, report_to="none", disable_tqdm=True, log_level="error",
+        UNUSED, use_cpu=True, report_to="none", disable_tqdm=True, log_level="error",
         per_device_eval_batch_size=batch_size,
     )  # fmt: skip
     return Trainer(Classifier(), args, **given)
@@ -296,7 +297,7 @@ class Shifting(nn.Module):
 def shifted(length: int) -> tuple[float, bool | None]:
     """The loss of token rows of many lengths, and what is known of the model afterwards."""
     rows = [torch.arange(2 + index * 3 % 5) % 5 for index in range(length)]
-    args = TrainingArguments("unused", use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=1)
+    args = TrainingArguments(UNUSED, use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=1)
     trainer = Trainer(Shifting(), args)
     loss = trainer.evaluate([{"input_ids": row, "labels": row} for row in rows])["eval_loss"]
     return loss, trainer._probe.loss.shifts
@@ -314,7 +315,7 @@ def test_items_are_counted_as_by_one_process(length: int) -> None:
 def by_own_loss() -> list[list[float]]:
     """With a compute_loss that calls the model that it knows, not the one that it is given."""
     model = Classifier()
-    args = TrainingArguments("unused", use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=2)
+    args = TrainingArguments(UNUSED, use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=2)
 
     def compute_loss(given: nn.Module, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(**batch)["loss"]
