@@ -98,6 +98,7 @@ def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
         "log_means": run.means.state_dict(),
         "resumed_from": checkpoints.resumed_from,
         "trained": trained,
+        "carried": checkpoints.carried.state_dict(),
     }
 
 
@@ -118,3 +119,4 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.shifts_labels, checkpoints.run_id = states["trainer"]["shifts_labels"], states["trainer"]["run_id"]
     for name, entry in run.stateful.items():
         entry.load_state_dict(states[name])
+    checkpoints.carried.load_state_dict(states["carried"], run.strategy.device)

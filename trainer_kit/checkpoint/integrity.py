@@ -22,6 +22,7 @@ from trainer_kit.checkpoint.format.trainer_state import (
     CheckedFile,
     Rule,
     is_number,
+    read_carried,
     read_data_state,
     read_ledger,
     verify_training,
@@ -98,6 +99,7 @@ def check_resumable(run: Run, directory: Path, check_files: Callable[[Path], obj
         raise CheckpointError(f"{directory} is damaged: it lacks the states of callbacks")
     for name in run.stateful:
         read_outline(directory, name)
+    read_carried(directory)
 
 
 def _file(directory: Path, name: str) -> CheckedFile:

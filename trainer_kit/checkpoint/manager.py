@@ -6,8 +6,7 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint import CHECKPOINT_PREFIX, Committed, read_arguments, read_state, remove_stale_staging
 from trainer_kit.checkpoint.async_saver import AsyncSaver, States
 from trainer_kit.checkpoint.base_weights import refer_to_base
+from trainer_kit.checkpoint.carried_state import CarriedState
 from trainer_kit.checkpoint.compatibility import (
     check_same_order,
     check_same_run,
@@ -43,7 +43,12 @@ from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.checkpoint.recovery import newest_step, recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
-from trainer_kit.checkpoint.user_states import check_optimizer_storable, check_stateful, restore_stateful
+from trainer_kit.checkpoint.user_states import (
+    check_optimizer_storable,
+    check_stateful,
+    restore_stateful,
+    taken_optimizer_state,
+)
 from trainer_kit.config import environment
 from trainer_kit.data.iterable_loader import StreamLoader
 from trainer_kit.data.map_loader import TrainLoader
@@ -74,6 +79,7 @@ class CheckpointManager:
         source: `resumed_from`, or a copy that this process can read.
         saver: Writer of the checkpoints.
         copier: Copies the state to memory; None: it is not copied.
+        carried: What the model carries from batch to batch.
         lock: Lock of the output folder, held on the main process.
         has_taken_folder: Whether this is the main process and has taken in what was in the folder.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
@@ -100,6 +106,7 @@ class CheckpointManager:
         self._made: list[Path] = []  # folders that this start created
         self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
+        self.carried = CarriedState(run.model)
 
     @property
     def plan(self) -> RunLength:
@@ -259,6 +266,7 @@ class CheckpointManager:
 
     def release_folder(self) -> None:
         """Release the folder's lock; remove folders that a refused start created."""
+        self.carried.close()
         self.lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             for each in self._made:
@@ -314,6 +322,7 @@ class CheckpointManager:
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
         restore_stateful(run, directory)
+        self.carried.load(directory, run.strategy)
 
     def _load_weights(self, directory: Path, is_verified: bool) -> None:
         strategy = self.run.strategy
@@ -334,13 +343,13 @@ class CheckpointManager:
             evaluation_is_due: Whether a resume must begin with an interrupted evaluation.
         """
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        states = self._states_with(self._optimizer_state(), evaluation_is_due)
+        states = self._states_with(evaluation_is_due)
         self.saver.begin(model_state, states, self._present_metric(), protect)
 
     def begin_copy(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
         """Begin to copy the run to memory, see `PeerCopier.begin` and `begin_save`. Collective."""
         assert self.copier is not None
-        states = self._states_with(self._optimizer_state(), evaluation_is_due)
+        states = self._states_with(evaluation_is_due)
         self.copier.begin(model_state, states, self._present_metric())
 
     def _present_metric(self) -> float | None:
@@ -369,7 +378,7 @@ class CheckpointManager:
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
         """Warn if the disk lacks space for the planned checkpoints, see `AsyncSaver.check_space`. Collective."""
-        self.saver.check_space(model_state, self._states_with(self._optimizer_state(), False))
+        self.saver.check_space(model_state, self._states_with(False))
 
     def load_best(self) -> None:
         """Load the best checkpoint's weights into the model; warn if there is none. Collective."""
@@ -383,21 +392,12 @@ class CheckpointManager:
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
-    def _optimizer_state(self) -> Callable[[], dict[str, Any]]:
-        """Read the optimizer's state on all processes; return a function that returns it, or raises its error."""
-        strategy, optimizer = self.run.strategy, self.run.optimizer
-        assert optimizer is not None
-        taken: Future[dict[str, Any]] = Future()
-        try:
-            taken.set_result(strategy.optimizer_state(optimizer))
-        except Exception as error:
-            taken.set_exception(error)
-        return taken.result
-
-    def _states_with(self, optimizer_state: Callable[[], dict[str, Any]], evaluation_is_due: bool) -> States:
+    def _states_with(self, evaluation_is_due: bool) -> States:
+        """Take what has to be read on all processes; return a function for the other states. Collective."""
+        optimizer_state, carried = taken_optimizer_state(self.run), self.carried.gathered(self.run.strategy)
         if not (self.run.strategy.is_main or self.run.strategy.sharding.is_active):
             return lambda committed: {"optimizer": optimizer_state()}
-        return lambda committed: self.states(committed, optimizer_state(), evaluation_is_due)
+        return lambda committed: self.states(committed, optimizer_state(), evaluation_is_due) | carried
 
     def states(
         self, committed: list[Committed], optimizer_state: dict[str, Any], evaluation_is_due: bool

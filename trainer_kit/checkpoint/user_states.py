@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer_kit.checkpoint import read_state
 from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
+from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.user_warnings import warn
 
 OWN_STATES = (
-    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means", BASE_STATE
+    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means",
+    CARRIED_STATE, BASE_STATE,
 )  # fmt: skip
 """State names that `run.stateful` may not use."""
 
@@ -35,13 +40,14 @@ def check_stateful(run: Run) -> None:
 
 
 def check_storable(run: Run) -> None:
-    """Check before the first step that a checkpoint can hold the model and the schedule.
+    """Check before the first step that a checkpoint can hold the model, the schedule and `run.stateful`.
 
     Raises:
         TypeError: If a tensor is sparse, quantized or of an unsupported dtype, the model's `state_dict` does not
             take the arguments of torch's, or the schedule lacks `state_dict` or `load_state_dict`.
         ValueError: If a tensor has no content (device "meta").
     """
+    check_stateful(run)
     if run.args.save_strategy == "no":
         return
     for method in ("state_dict", "load_state_dict"):
@@ -77,6 +83,17 @@ def check_optimizer_storable(optimizer: torch.optim.Optimizer, args: TrainingArg
         check_optimizer_state(optimizer)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error}, or set save_strategy='no'") from error
+
+
+def taken_optimizer_state(run: Run) -> Callable[[], dict[str, Any]]:
+    """Read the optimizer's state on all processes; return a function that returns it, or raises its error."""
+    assert run.optimizer is not None
+    taken: Future[dict[str, Any]] = Future()
+    try:
+        taken.set_result(run.strategy.optimizer_state(run.optimizer))
+    except Exception as error:
+        taken.set_exception(error)
+    return taken.result
 
 
 def restore_stateful(run: Run, directory: Path) -> None:

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from trainer_kit.data.sampling import mix
 from trainer_kit.utils.functions import globals_of, held_by
+from trainer_kit.utils.generators import is_generator, is_global_generator
 
 _STDLIB = os.path.dirname(os.__file__)
 _LEAVES = (str, bytes, int, float, complex, type, type(None), types.ModuleType, torch.Tensor, np.ndarray)
@@ -88,21 +89,12 @@ def _generators(owners: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
             seen.add(id(value))
             if len(seen) > _MOST:
                 return
-            if _is_generator(value):
-                if not (isinstance(value, random.SystemRandom) or _is_global(value)):
+            if is_generator(value):
+                if not (isinstance(value, random.SystemRandom) or is_global_generator(value)):
                     yield xxh3_64_intdigest(path.encode(errors="replace")), value
             else:
                 below += [(f"{path}/{name}", part) for name, part in _parts(value)]
         level = below
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (random.Random, torch.Generator, np.random.RandomState, np.random.Generator))
-
-
-def _is_global(generator: Any) -> bool:
-    """Return whether `seed_generators` seeds it."""
-    return any(generator is each for each in (random._inst, torch.default_generator, np.random.mtrand._rand))
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -132,7 +124,7 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
     for name, member in chain.from_iterable(vars(base).items() for base in value.__class__.__mro__):
         if isinstance(member, types.MemberDescriptorType):
             yield name, getattr(value, name, None)
-        elif _is_generator(member):
+        elif is_generator(member):
             yield name, member
 
 
@@ -140,9 +132,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
     """Yield what a function holds: defaults, its closure, and the globals that it uses of its own module."""
     yield from held_by(function)
     for name, value in () if _is_installed(function.__code__.co_filename) else globals_of(function):
-        if _is_generator(value) or (
-            isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-        ):
+        if is_generator(value) or (isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__):
             yield name, value
 
 

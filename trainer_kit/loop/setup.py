@@ -10,7 +10,7 @@ import torch
 
 from trainer_kit.checkpoint.initial_weights import InitialWeights
 from trainer_kit.checkpoint.manager import CheckpointManager
-from trainer_kit.checkpoint.user_states import check_stateful, check_storable
+from trainer_kit.checkpoint.user_states import check_storable
 from trainer_kit.config.compile_options import CompileOptions
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.map_loader import LoaderConfig
@@ -73,8 +73,8 @@ def set_up_training(
         finder.begin(loss.compute_loss, optimizer)
     checkpoints.lay_out(loader)
     run.lr_scheduler = make_run_scheduler(run, checkpoints.plan, lr_scheduler)
-    check_stateful(run)
     check_storable(run)
+    checkpoints.carried.begin(loss.compute_loss)
     checkpoints.restore()
     initial.complete()
     set_training(run.optimizer, True)

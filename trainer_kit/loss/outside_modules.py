@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from trainer_kit.state import Stateful
 from trainer_kit.utils.functions import globals_of, held_by
@@ -38,37 +37,28 @@ class OutsideModules:
     """
 
     def __init__(self, compute_loss: Callable[..., Any] | None, model: nn.Module) -> None:
-        own = {id(module) for module in model.modules()}
-        held: list[Any] = []
-        with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
-            held += _held(compute_loss)
-        modules = [module for each in held if isinstance(each, nn.Module) for module in _outside(each, own)]
-        optimizers = [each for each in held if isinstance(each, torch.optim.Optimizer)]
+        modules, optimizers = _found(compute_loss, model)
         self._model = model
-        self._modules = {module: (_gradients(module), _buffers(module)) for module in modules}
+        self._before = {module: _gradients(module) for module in modules}
         self._trained = {parameter for each in optimizers for parameter in _parameters(each)}
 
     def warn(self, optimizer: torch.optim.Optimizer, saved: Iterable[Stateful] | None) -> None:
-        """Warn of what the first step has shown: weights that nothing trains, weights and buffers that nothing saves.
+        """Warn of what the first step has shown: weights that nothing trains or saves.
 
         Args:
             optimizer: The run's optimizer.
             saved: What checkpoints hold apart from model and optimizer; None in a run without checkpoints.
         """
-        modules, self._modules = self._modules, {}  # of old buffers too
         held = set(_parameters(optimizer))
         trained = held | self._trained
-        forgotten = [module for module, (before, _) in modules.items() if _gradients(module, trained) - before]
+        forgotten = [module for module, before in self._before.items() if _gradients(module, trained) - before]
         if forgotten:
             warn(
                 f"compute_loss computes gradients for weights of {_named(forgotten)}, which the optimizer does not "
                 "have and so does not train; make it a part of the model, or freeze it by requires_grad_(False)"
             )
         strangers = held.difference(self._model.parameters())
-        changed = {
-            module: found for module, (_, before) in modules.items() if (found := _changed(before, _buffers(module)))
-        }
-        if saved is None or not (strangers or changed):
+        if saved is None or not strangers:
             return
         safe = {tensor.data_ptr() for tensor in tensors([each.state_dict() for each in saved])}
         if lost := [parameter for parameter in strangers if parameter.data_ptr() not in safe]:
@@ -76,11 +66,23 @@ class OutsideModules:
                 f"the optimizer has parameters that are not the model's ({len(lost)}), which no checkpoint holds; make "
                 "what they belong to (a loss with weights) a part of the model, or add it to trainer.run.stateful"
             )
-        if unsaved := [module for module, found in changed.items() if not safe.issuperset(found)]:
-            warn(
-                f"compute_loss changes buffers of {_named(unsaved)}, which no checkpoint holds; make it a part of the "
-                "model, or add it to trainer.run.stateful"
-            )
+
+
+def outside_modules(compute_loss: Callable[..., Any] | None, model: nn.Module) -> list[nn.Module]:
+    """Return the modules outside of the model that `compute_loss` holds, in an order that its code fixes."""
+    return _found(compute_loss, model)[0]
+
+
+def _found(
+    compute_loss: Callable[..., Any] | None, model: nn.Module
+) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Return these modules, and the optimizers that it holds."""
+    own = {id(module) for module in model.modules()}
+    held: list[Any] = []
+    with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
+        held += _held(compute_loss)
+    modules = [module for each in held if isinstance(each, nn.Module) for module in _outside(each, own)]
+    return modules, [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -108,32 +110,6 @@ def _gradients(module: nn.Module, trained: Collection[torch.Tensor] = ()) -> set
         (id(parameter.grad), parameter.grad._version)
         for parameter in module.parameters()
         if parameter not in trained and parameter.grad is not None
-    }
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return each buffer that a checkpoint would have, and its version."""
-    return {
-        f"{prefix}.{name}": (buffer, buffer._version)
-        for prefix, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-        and name not in part._non_persistent_buffers_set
-        and not (is_lazy(buffer) or buffer.is_inference())
-    }
-
-
-def _changed(before: dict[str, tuple[torch.Tensor, int]], now: dict[str, tuple[torch.Tensor, int]]) -> set[int]:
-    """Return the addresses of buffers that have changed, not those that were moved to another device or dtype."""
-    return {
-        buffer.data_ptr()
-        for name, (buffer, version) in now.items()
-        if name not in before
-        or (buffer is before[name][0] and version != before[name][1])
-        or (
-            buffer is not before[name][0]
-            and (buffer.dtype, buffer.device) == (before[name][0].dtype, before[name][0].device)
-        )
     }
 
 

@@ -15,6 +15,9 @@ from trainer_kit.checkpoint.format.retention import Committed
 from trainer_kit.errors import CheckpointError
 from trainer_kit.state import TrainState
 
+CARRIED_STATE = "carried"
+"""Name of the state of what the model carries from batch to batch."""
+
 _NAME = re.escape(CHECKPOINT_PREFIX) + r"(0|[1-9][0-9]{0,18})"
 _MOST = 2**62
 _MOST_IN_A_STEP = 2**28
@@ -238,6 +241,21 @@ def read_data_state(directory: Path) -> dict[str, Any] | None:
         )
     file.require(data["turn"] < len(data["workers"]), "turn", data["turn"], f"below {len(data['workers'])}")
     return data  # type: ignore[no-any-return]
+
+
+def read_carried(directory: Path) -> list[dict[str, Any]]:
+    """Read and validate what models carry from batch to batch: a state for each reader, one for all, or none.
+
+    Raises:
+        CheckpointError: If they are invalid.
+    """
+    states = read_state(directory, CARRIED_STATE)
+    file = CheckedFile(directory / STATE_FOLDER / f"{CARRIED_STATE}.json")
+    is_list = states is None or (isinstance(states, list) and states != [])
+    file.require(is_list, "its content", type(states).__name__, "a list")
+    for state in states or []:
+        file.check(state, {})
+    return states or []
 
 
 def check_arguments(arguments: Mapping[str, Any], directory: Path) -> None:
