@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import on_ranks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from trainer_kit.accelerator import (
@@ -57,6 +59,51 @@ def test_uneven_inputs_are_joined() -> None:
     assert first[3] == second[3]
     first, second = on_ranks(2, uneven, False, 7)
     assert (first[0], second[0]) == ([[0, 1], [4, 5]], [[2, 3], [6]])
+
+
+class Normalized(torch.nn.Module):
+    """A batch norm, and a cache that differs between processes."""
+
+    def __init__(self, rank: int, norm: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.BatchNorm1d(1) if norm else torch.nn.Identity()
+        self.head = torch.nn.Linear(1, 1)
+        self.register_buffer("cache", torch.full((2 + rank,), float(rank)), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(values)).square().mean()  # type: ignore[no-any-return]
+
+
+def join_statistics() -> list[Any]:
+    """Statistics of a batch norm after an uneven loop, those under torch's DDP alone, and the cache."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader, found = accelerator.prepare(DataLoader(range(10), batch_size=2)), list[Any]()
+    plain = DistributedDataParallel(Normalized(0))
+    prepared = accelerator.prepare_model(Normalized(accelerator.process_index))
+    without_norm = accelerator.prepare_model(Normalized(accelerator.process_index, norm=False))
+    for model, join in (
+        (plain, Join([plain])),
+        (prepared, accelerator.join_uneven_inputs([prepared])),
+        (without_norm, accelerator.join_uneven_inputs([without_norm])),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with join:
+            for batch in loader:
+                model(batch[:, None].float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([each.tolist() for each in model.module.state_dict().values()])
+    assert not prepared.joinable().broadcast_buffers  # each step sends them again
+    return [*found, prepared.module.cache.tolist()]
+
+
+@pytest.mark.distributed
+def test_joined_processes_have_the_statistics_of_torchs_own_join() -> None:
+    first, second = on_ranks(2, join_statistics)
+    assert first[:3] == second[:3]
+    assert first[0][2:5] == first[1][2:5]
+    assert (first[3], second[3]) == ([0.0, 0.0], [1.0, 1.0, 1.0])
 
 
 def triggered() -> list[list[float]]:

@@ -111,7 +111,8 @@ class Stepping(Checkpointing):
         """Enter the context of a loop whose number of batches differs between processes. Collective.
 
         A process that has finished takes part in the exchange of gradients until the last one has finished. At the end
-        all have the weights, and the state of optimizers and schedulers, of a process that took the most steps.
+        all have the weights, the buffers, and the state of optimizers and schedulers, of a process that took the most
+        steps. Buffers, such as a batch norm's statistics, are sent before each forward pass too.
 
         Args:
             joinables: Prepared models that are trained in the loop.

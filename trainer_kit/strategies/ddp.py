@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_kit.config import environment
 from trainer_kit.strategies import comm_hooks
-from trainer_kit.strategies.ddp_buckets import FixedBuckets
+from trainer_kit.strategies.ddp_buckets import FixedBuckets, sending_buffers
 from trainer_kit.strategies.ddp_module import Replica, model_facts, take_from_main
 from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.strategies.grad_norms import GradientNorms
@@ -33,7 +33,7 @@ from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.units import pluralize
 
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-# `prepare` broadcasts weights, and each step the buffers. Some names are newer than the oldest supported torch.
+# `prepare` broadcasts weights, and each step the buffers, but in `join_uneven`. The oldest torch lacks some names.
 _SENDS_BY_ITSELF: dict[str, Any] = {
     name: False
     for name in ("init_sync", "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers")
@@ -318,10 +318,10 @@ class DDP(SingleDevice, Regroupable):
 
     @contextlib.contextmanager
     def join_uneven(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        joined = [replica.joinable() for replica in models if isinstance(replica, Replica)]
-        self._is_uneven = True  # torch sends the last process's buffers at the end
+        joined = [each for model in models if isinstance(model, Replica) if (each := model.joinable()) is not None]
+        self._is_uneven = True  # the main process may have no batches left
         try:
-            with self.group.watched(), Join([each for each in joined if each is not None]):
+            with self.group.watched(), sending_buffers(joined), Join([*joined]):
                 yield
         finally:
             self._is_uneven = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +37,31 @@ class FixedBuckets(DistributedDataParallel):
             super().__init__(module, **options)
         # Without this call the second forward pass divides the parameters again, with it the first one.
         self.reducer._push_all_rebuilt_params()
+        kept = module.state_dict().keys()  # others are caches, whose shapes may differ between processes
+        self.parameters_to_ignore.update(name for name, _ in module.named_buffers() if name not in kept)
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         self.reduced, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         if not self.find_unused_parameters:  # with it, torch divides them once, and reverses the buckets itself
             self.reduced, are_sparse = self.reduced[::-1], are_sparse[::-1]
         return self.reduced, are_sparse
+
+
+@contextlib.contextmanager
+def sending_buffers(modules: Sequence[FixedBuckets]) -> Iterator[None]:
+    """Enter a context in which torch sends the buffers, at each forward pass and at the end of `Join`.
+
+    Args:
+        modules: Modules whose buffers a process that still has batches sends to the others.
+    """
+    for each in modules:
+        each.broadcast_buffers = True
+    try:
+        yield
+    finally:
+        for each in modules:
+            each.broadcast_buffers = False
 
 
 call_as_is(getattr(DistributedDataParallel, "_inside_ddp_forward", None))
