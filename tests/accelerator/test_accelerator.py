@@ -469,6 +469,8 @@ def test_alone_everything_is_as_it_was() -> None:
     assert gathered["b"][0].tolist() == [2.0]
     assert accelerator.gather_for_metrics(["x", "y"]) == ["x", "y"]
     assert accelerator.gather_for_metrics({"text": "x"}) == [{"text": "x"}]
+    assert accelerator.gather_for_metrics(np.arange(3)) == [0, 1, 2]
+    assert accelerator.gather_for_metrics(np.array(3)) == [3]
     assert accelerator.gather_for_metrics(torch.arange(2), use_gather_object=True) == [tensor_equal(torch.arange(2))]
     reduced = accelerator.reduce(tree["a"], "mean")
     assert reduced.tolist() == [0, 1, 2]

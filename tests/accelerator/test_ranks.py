@@ -200,6 +200,8 @@ def evaluated(length: int, batch_size: int, **options: Any) -> dict[str, Any]:
         assert whole["more"][1][0].tolist() == [index % 2 == 0 for index in whole["indices"].tolist()]
         tensors += whole["indices"].tolist()
         objects += accelerator.gather_for_metrics([f"sample {index}" for index in indices.tolist()])
+        rows = accelerator.gather_for_metrics(torch.stack([indices, -indices], 1).numpy())
+        assert [each.tolist() for each in rows] == [[index, -index] for index in whole["indices"].tolist()]
         pairs = accelerator.gather_for_metrics(torch.stack([indices, indices], 1).flatten())  # two rows a sample
         assert pairs.tolist() == [index for index in whole["indices"].tolist() for _ in range(2)]
         plain += accelerator.gather(indices).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer_kit.accelerator.process_operations import ProcessOperations, foreign
@@ -65,7 +66,8 @@ class ProcessInfo(ProcessOperations):
         """Gather without the samples that were repeated to fill a loader's last batches.
 
         The loader is the innermost prepared one that is being iterated. A tree that holds other things than tensors is
-        gathered as Python objects: lists and tuples are concatenated, anything else becomes one element per process.
+        gathered as Python objects: lists, tuples and the rows of a numpy array are concatenated, anything else becomes
+        one element per process.
 
         A scalar that is repeated to the size of a batch, as a mean loss, is cut to the samples of a shorter last batch.
 
@@ -85,7 +87,7 @@ class ProcessInfo(ProcessOperations):
             if loaders and loaders[-1].gave_last:
                 full = (loaders[-1].total_batch_size or 0) // self.num_processes
             return self.gather(map_tensors(lambda each: _without_repeats(each, rows, real, devices, full), input_data))
-        if isinstance(input_data, (list, tuple)):
+        if isinstance(input_data, (list, tuple)) or (isinstance(input_data, np.ndarray) and input_data.ndim):
             own = list(input_data)
             own = own[:real] if len(own) == rows else own if real or not loaders else []
         else:
