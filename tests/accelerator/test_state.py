@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from kit.ranks import on_ranks
+from torch.utils.data import BatchSampler
 
 from trainer_kit.accelerator import Accelerator, AcceleratorState, GradientState, PartialState
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin
@@ -65,6 +67,29 @@ def test_the_position_within_a_step() -> None:
     assert (
         GradientState(GradientAccumulationPlugin(num_steps=5)).num_steps == accelerator.gradient_accumulation_steps == 5
     )
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "expected"),
+    [
+        (range(10), {"batch_size": 4}, 2),
+        (range(8), {"batch_size": 4}, 0),
+        (range(10), {"batch_size": 4, "drop_last": True}, -1),
+        (range(10), {"batch_sampler": BatchSampler(range(10), 4, drop_last=True)}, -1),
+        (range(10), {"batch_sampler": [[0, 1, 2], [3, 4]]}, -1),
+        (range(10), {"batch_size": None}, -1),
+        (Stream(), {"batch_size": 4}, -1),
+    ],
+)
+def test_the_remainder_of_the_last_batch(data: Any, options: dict[str, Any], expected: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in accelerator.prepare(torch.utils.data.DataLoader(data, **options)):
+        assert accelerator.gradient_state.remainder == expected
 
 
 @pytest.mark.parametrize("inputs", [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), {"a": [1, 2], "b": "other"}])

@@ -191,9 +191,9 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the last batch of all processes; 0 if that is unknown, or a whole batch."""
+        """Samples in the last batch of all processes; 0 for a whole batch, -1 if unknown or with `drop_last`."""
         total = self.total_batch_size
-        return self.total_dataset_length % total if total and not self._streams else 0
+        return -1 if self._streams or self._drops or not total else self.total_dataset_length % total
 
     @property
     def _is_uneven(self) -> bool:

@@ -183,7 +183,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples in the last batch of all processes that are no repeats; -1 without a loader, 0 if unknown."""
+        """Samples in the last batch of all processes without repeats.
+
+        0 for a whole batch; -1 without a loader, if the number is unknown, or with `drop_last`.
+        """
         return self._flow.loaders[-1].remainder if self._flow.loaders else -1
 
     @property
