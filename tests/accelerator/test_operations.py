@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging as std_logging
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ def collected() -> dict[str, Any]:
     return {
         "gather": gather(tensor).tolist(),
         "objects": gather_object([rank, str(rank)]),
-        "from 0": broadcast({"a": tensor})["a"].tolist(),
-        "from 1": broadcast(tensor, from_process=1).tolist(),
+        "from 0": broadcast({"a": tensor.clone()})["a"].tolist(),
+        "from 1": broadcast(tensor.clone(), from_process=1).tolist(),
         "list": broadcast_object_list([rank, {"rank": rank}], from_process=1),
         "mean": reduce(tensor).tolist(),
         "max": reduce(tensor, "max").tolist(),
@@ -66,6 +67,28 @@ def test_two_processes() -> None:
         "list": [1, {"rank": 1}], "mean": [2, 3.5], "max": [3, 5], "sum": [8, 14], "copied": [1, 5],
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
+
+
+def filled() -> list[Any]:
+    PartialState._reset_state()  # of an earlier call in this process
+    rank = PartialState(cpu=True).process_index
+    layer, column = torch.nn.Linear(2, 1), torch.full((2, 2), rank)[:, 0]
+    tree = {"weight": layer.weight, "other": [torch.tensor(rank), column]}
+    result = broadcast(tree, from_process=1)
+    assert result["weight"] is layer.weight
+    assert layer.weight.requires_grad
+    assert result["other"][1] is column
+    message = r"got a tensor of the shape \[2\], which is \[1\] on process 0; give tensors of the same shape"
+    with pytest.raises(ValueError, match=message) if rank else contextlib.nullcontext():
+        broadcast(torch.ones(1 + rank))
+    return [layer.weight.tolist(), tree["other"][0].item(), column.tolist()]  # type: ignore[union-attr]
+
+
+@pytest.mark.distributed
+def test_broadcast_fills_the_given_tensors() -> None:
+    first, second = on_ranks(2, filled)
+    assert first == second
+    assert first[1:] == [1, [1, 1]]
 
 
 def test_trees() -> None:

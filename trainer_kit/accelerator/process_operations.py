@@ -99,21 +99,29 @@ class ProcessOperations(ProcessFacts):
         return _in_one_order(padded, tensor)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Return the tensors of one process. Collective.
+        """Fill the tensors with the values of one process, in place, and return them. Collective.
 
         Args:
-            tensor: A tensor or a tree of tensors, of the same structure on all processes.
+            tensor: A tensor or a tree of tensors, of the same structure and shapes on all processes.
             from_process: Rank of the process that sends.
 
         Raises:
             TypeError: If the tree holds something other than tensors.
+            ValueError: If a shape differs from that on the process that sends.
         """
         self._check("broadcast", tensor)
 
-        def sent(each: torch.Tensor) -> torch.Tensor:
-            return self._from(each.detach().cpu(), from_process).to(each.device)
+        def fill(each: torch.Tensor) -> torch.Tensor:
+            sent = self._from(each.detach().cpu(), from_process)
+            if sent.shape != each.shape:
+                raise ValueError(
+                    f"broadcast() got a tensor of the shape {list(each.shape)}, which is {list(sent.shape)} on process "
+                    f"{from_process}; give tensors of the same shape"
+                )
+            return each if self.process_index == from_process else each.copy_(sent)
 
-        return tensor if self.num_processes == 1 else _in_one_order(sent, tensor)
+        with torch.no_grad():
+            return tensor if self.num_processes == 1 else _in_one_order(fill, tensor)
 
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
         """Replace the elements of a list by those of one process, in place, and return the list. Collective.
