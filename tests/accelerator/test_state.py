@@ -101,10 +101,20 @@ def test_one_process_gets_all(inputs: Any) -> None:
 _NESTED = {"a": {"b": [1, 2, 3], "c": {"d": (4, 5, 6)}}, "e": [7, 8, 9]}
 
 
+class Rows(list[int]):
+    """Looks like a dataset of the package datasets."""
+
+    column_names = ("number",)
+
+    def select(self, rows: list[int]) -> list[int]:
+        return [self[row] for row in rows]
+
+
 def parts(apply_padding: bool) -> list[Any]:
     PartialState._reset_state()  # of an earlier call in this process
     state, found = PartialState(cpu=True), []
-    for inputs in ([1, 2, 3], (1, 2, 3), {"a": ["x", "y", "z"], "b": torch.arange(6).reshape(3, 2)}, [1], [], _NESTED):
+    pairs, few = torch.arange(6).reshape(3, 2), {"a": ("x",), "b": torch.ones(1, 2), "c": Rows([5])}
+    for inputs in ([1, 2, 3], (1, 2, 3), {"a": ["x", "y", "z"], "b": pairs}, [1], [], _NESTED, few):
         with state.split_between_processes(inputs, apply_padding=apply_padding) as part:  # type: ignore[arg-type]
             found.append(part)
     return found
@@ -117,13 +127,16 @@ def test_two_processes_get_parts() -> None:
     assert second[:2] == [[3], (3,)]
     assert (first[2]["a"], second[2]["a"]) == (["x", "y"], ["z"])
     assert torch.equal(torch.cat([first[2]["b"], second[2]["b"]]), torch.arange(6).reshape(3, 2))
-    assert (first[3:5], second[3:5]) == ([[1], []], [[1], []])  # as under accelerate
+    assert (first[3:5], second[3:5]) == ([[1], []], [[], []])
     assert first[5] == {"a": {"b": [1, 2], "c": {"d": (4, 5)}}, "e": [7, 8]}
     assert second[5] == {"a": {"b": [3], "c": {"d": (6,)}}, "e": [9]}
+    assert first[6]["c"] == [5]
+    assert (second[6]["a"], second[6]["b"].shape, second[6]["c"]) == ((), (0, 2), [])
     first, second = on_ranks(2, parts, True)
     assert second[:2] == [[3, 3], (3, 3)]
     assert second[2]["b"].tolist() == [[4, 5], [4, 5]]
     assert second[3:5] == [[1], []]
+    assert (second[6]["a"], second[6]["b"].tolist(), second[6]["c"]) == (("x",), [[1.0, 1.0]], [5])
     assert second[5] == {"a": {"b": [3, 3], "c": {"d": (6, 6)}}, "e": [9, 9]}
 
 

@@ -154,8 +154,7 @@ class ProcessFacts:
 
         Args:
             inputs: List, tuple, tensor, `datasets.Dataset`, or a dict of them (or of such dicts) with equal lengths.
-                The first processes get one element more if the number of processes does not divide them. Where there
-                are fewer elements than processes, the others get the last one.
+                The first processes get one element more if the number of processes does not divide them.
             apply_padding: Whether to repeat the last element so that all parts have the same length; a tensor's part
                 is then on the device.
 
@@ -182,8 +181,6 @@ class ProcessFacts:
         size, extra = divmod(len(inputs), self.num_processes)
         start = self.process_index * size + min(self.process_index, extra)
         rows = [*range(start, start + size + (self.process_index < extra))]
-        if not rows and len(inputs):
-            rows = [len(inputs) - 1]
         if pads and len(inputs):
             rows += [len(inputs) - 1] * (size + (extra > 0) - len(rows))
         if is_dataset:
