@@ -249,8 +249,8 @@ def search_before_an_accelerator() -> list[str]:
 
 
 @pytest.mark.distributed
-def test_local_sgd_counts_optimizer_steps() -> None:
-    assert on_ranks(2, accumulated_local_training) == [[number == 5 for number in range(8)]] * 2
+def test_local_sgd_counts_calls_while_gradients_accumulate() -> None:
+    assert on_ranks(2, accumulated_local_training) == [[number in (2, 5) for number in range(8)]] * 2
 
 
 @pytest.mark.distributed

@@ -16,13 +16,14 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """Context in which processes train alone, and average their weights every few steps and at its end.
 
-    Call `step()` after each optimizer step, or after each batch: while gradients accumulate it has no effect. See
+    Call `step()` after each optimizer step. Each call counts, also while gradients accumulate, as under accelerate: in
+    a loop that calls it after each batch, `local_sgd_steps` is a number of batches. See
     <https://arxiv.org/abs/1805.09767>.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
         model: The prepared model.
-        local_sgd_steps: Optimizer steps between two averages.
+        local_sgd_steps: Calls of `step()` between two averages.
         enabled: Whether the context has an effect.
 
     Raises:
@@ -57,9 +58,7 @@ class LocalSGD:
                 self._average()
 
     def step(self) -> None:
-        """Count an optimizer step, and average the weights if it is due. Collective where it is."""
-        if not self.accelerator.sync_gradients:
-            return
+        """Count a call, and average the weights if it is due. Collective where it is."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
