@@ -61,6 +61,39 @@ def test_uneven_inputs_are_joined() -> None:
     assert (first[0], second[0]) == ([[0, 1], [4, 5]], [[2, 3], [6]])
 
 
+def train_unprepared() -> tuple[str, float, float]:
+    """The refusal; and the weight after a step as it advises, and after one of a prepared model."""
+    accelerator, weights = Accelerator(cpu=True), []
+    values = torch.ones(1, 1) * (1 + accelerator.process_index)
+    for is_prepared in (False, True):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        trained = accelerator.prepare_model(model) if is_prepared else model
+        loss = trained(values).sum()
+        if is_prepared:
+            accelerator.backward(loss)
+        else:
+            with pytest.raises(ValueError, match="no model is prepared") as refusal:
+                accelerator.backward(loss)
+            loss.backward()
+            model.weight.grad = accelerator.reduce(model.weight.grad, "mean")
+        optimizer.step()
+        weights.append(model.weight.item())
+    return str(refusal.value), weights[0], weights[1]
+
+
+@pytest.mark.distributed
+def test_gradients_of_a_model_that_is_not_prepared() -> None:
+    first, second = on_ranks(2, train_unprepared)
+    assert first == second
+    assert first[1] == first[2] == pytest.approx(1 - 0.1 * 1.5)
+    assert first[0].endswith(
+        "so that each of the 2 processes would keep its own gradients; call prepare(model, …) before, or "
+        "loss.backward() and then accelerator.reduce(parameter.grad, 'mean') for each parameter"
+    )
+
+
 class Normalized(torch.nn.Module):
     """A batch norm, and a cache that differs between processes."""
 

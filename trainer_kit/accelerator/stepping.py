@@ -64,7 +64,11 @@ class Stepping(Checkpointing):
             ValueError: If there are several processes, and no model is prepared.
         """
         if not self._prepared.models and self.num_processes > 1:
-            raise ValueError("backward() comes after prepare(model, …), which was not called")
+            raise ValueError(
+                f"backward() got a loss while no model is prepared, so that each of the {self.num_processes} processes "
+                "would keep its own gradients; call prepare(model, …) before, or loss.backward() and then "
+                "accelerator.reduce(parameter.grad, 'mean') for each parameter"
+            )
         self.flow.trained += 1
         share = self.gradient_accumulation_steps * self.num_processes
         self.strategy.backward(loss if share == 1 else loss / share, **kwargs)
