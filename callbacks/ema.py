@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer_kit.callback import Callback
 from trainer_kit.utils.foreach import copy_all
+from trainer_kit.utils.own_loading import prefixes_of_own_loading
 from trainer_kit.utils.pytree import repeated_dimensions
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class EMA(Callback):
     Each update computes `average = decay * average + (1 - decay) * weight` for all floating-point parameters and
     buffers, including a batch norm's running mean and variance. Integer buffers are not averaged. Averages are on the
     model's device and in its dtype; for half precision they are in float32, since small updates would be rounded away.
+    The average of a buffer that changes its shape begins again.
     A checkpoint's weights are the trained ones, and so are those of the best model loaded at the end. The averages are
     in the callback's state in the checkpoint; `copy_to` copies them into a model.
 
@@ -54,6 +56,7 @@ class EMA(Callback):
         self._run: Run | None = None  # once it has begun
         self._weights: list[torch.Tensor] = []  # this process's parts of the model's tensors
         self._parts: list[torch.Tensor] = []  # and of the averages, in the same order
+        self._own_loading: list[tuple[int, str]] = []  # places and names of the buffers that may be resized
         self._trained: list[torch.Tensor] = []  # copies of the weights while the model has the averages
 
     def on_train_begin(self, run: Run) -> None:
@@ -66,6 +69,10 @@ class EMA(Callback):
         self._averages = {name: _like(_wide(tensor), averages[name]) for name, tensor in live.items()}
         self._weights = strategy.sharding.own_parts(live.values())
         self._parts = strategy.sharding.own_parts(self._averages.values())
+        buffers = dict(run.model.named_buffers())
+        own_loading = prefixes_of_own_loading(run.model)
+        names = enumerate(live)
+        self._own_loading = [each for each in names if each[1] in buffers and each[1].startswith(own_loading)]
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self.on_train_begin(run)  # the averages of the checkpoint, where the weights are
@@ -75,6 +82,8 @@ class EMA(Callback):
 
     def on_step_end(self, run: Run) -> None:
         step = run.state.step
+        if self._own_loading:
+            self._follow_resized(run.model)
         if step % self.every:
             return
         with torch.no_grad():
@@ -85,6 +94,7 @@ class EMA(Callback):
 
     def on_evaluate_begin(self, run: Run) -> None:
         if self._averages and not self._trained:
+            self._follow_resized(run.model)
             self._trained = [tensor.detach().clone() for tensor in self._weights]
             self._fill(self._parts)
 
@@ -118,8 +128,18 @@ class EMA(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._averages = {name: tensor.clone() for name, tensor in state_dict["averages"].items()}
 
+    def _follow_resized(self, model: torch.nn.Module) -> None:
+        """Take the present buffers of modules that may resize them; begin the average of a resized one again."""
+        for place, name in self._own_loading:
+            buffer = self._weights[place] = _stored(model.get_buffer(name))
+            if buffer.shape != self._parts[place].shape:
+                self._averages[name] = self._parts[place] = _copy(buffer)
+
     def _swap_out(self) -> None:
         if self._trained:
+            for place, _ in self._own_loading:
+                if self._weights[place].shape != self._trained[place].shape:  # resized by the evaluation
+                    self._trained[place] = self._weights[place]
             self._fill(self._trained)
             self._trained = []
 

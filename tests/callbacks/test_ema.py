@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.resized import Remembering
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -164,6 +165,22 @@ def test_copy_to_another_model(make_run: Callable[..., Run]) -> None:
         callback.copy_to(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"'0\.weight'"):
         callback.copy_to(nn.Sequential(nn.Linear(4, 2)))
+
+
+def test_the_average_of_a_resized_buffer_begins_again(make_run: Callable[..., Run]) -> None:
+    model, callback = Remembering(), EMA(decay=0.5)
+    run = make_run(model)
+    callback.on_train_begin(run)
+    model(torch.ones(2, 3))
+    run.state.step += 1
+    callback.on_step_end(run)
+    trained = copy.deepcopy(model.state_dict())
+    assert torch.equal(callback.state_dict()["averages"]["bank.kept"], trained["bank.kept"])
+    callback.on_evaluate_begin(run)
+    model.bank.kept.resize_(5, 2)  # as torch's quantization does in evaluations too
+    callback.on_evaluate_end(run, None)
+    assert model.bank.kept.shape == (5, 2)
+    assert same(model.state_dict() | {"bank.kept": trained["bank.kept"]}, trained)
 
 
 def test_averages_of_another_model_are_refused(make_run: Callable[..., Run]) -> None:

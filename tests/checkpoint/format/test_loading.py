@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from kit.boxes import Reads, rows, rows_of
+from kit.resized import Remembering
 
 from trainer_kit.checkpoint import (
     CheckpointError,
@@ -105,6 +106,34 @@ def test_another_models_weights_are_refused_before_anything_is_written(tmp_path:
     assert "'weight' is of shape [4, 2] there and [4, 3] in the model" in message
     assert "not in the model: 'layer.0', 'layer.1', 'layer.2' and 2 more" in message
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["5GB", 1])
+def test_a_module_gives_its_tensors_the_shapes_of_the_files(tmp_path: Path, size: int | str) -> None:
+    model, other = Remembering(), Remembering()
+    model.bank.kept = torch.randn(5, 2)
+    save_tensors(model.state_dict(), tmp_path, max_shard_size=size)
+    load_checkpoint_in_model(other, tmp_path)
+    assert equal(other, model)
+
+
+def test_a_module_that_does_not_resize_its_tensor_says_so(tmp_path: Path) -> None:
+    model = Remembering()
+    model.linear.register_load_state_dict_pre_hook(lambda *args: None)
+    save_tensors(model.state_dict() | {"linear.bias": torch.ones(5)}, tmp_path)
+    with pytest.raises(RuntimeError, match=r"size mismatch for linear\.bias: .* torch\.Size\(\[5\]\)"):
+        load_checkpoint_in_model(model, tmp_path)
+
+
+def test_other_shapes_of_other_modules_are_still_refused(tmp_path: Path) -> None:
+    model, before = Remembering(), Remembering()
+    changes = {"bank.kept": torch.ones(5, 2), "norm.bias": torch.ones(3), "linear.bias": torch.ones(2)}
+    save_tensors(model.state_dict() | changes, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"of other shape: 'norm\.bias' is of shape \[3\] there and \[2\] in the model$"
+    ):
+        load_checkpoint_in_model(model, tmp_path)
+    assert equal(model, before)
 
 
 def test_missing_names_are_listed_and_let_pass_without_strict(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from kit.resized import Remembering
 from kit.token_training import train_tokens, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -280,3 +281,9 @@ def test_a_model_init_that_reads_values(tmp_path: Path, reads: str) -> None:
     assert len(said) == (reads == "weights")
     if said:
         assert "so that rank 0 and rank 1 made the whole model in host memory" in said[0]
+
+
+def test_a_tensor_that_its_module_would_resize_is_refused() -> None:
+    strategy = FSDP(device="cpu")
+    with pytest.raises(ValueError, match=r"'bank\.kept' is of shape \[5, 2\] in the files and \[0, 2\] in the model"):
+        strategy.load_model_state(Remembering(), {"bank.kept": torch.ones(5, 2)})

@@ -24,6 +24,7 @@ from trainer_kit.checkpoint.format.safetensors_reader import (
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage_key
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.box import Part, Placement, unsharded
+from trainer_kit.utils.own_loading import prefixes_of_own_loading
 from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.vectors import as_vector
@@ -45,9 +46,10 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load weights into a model, in place and file by file.
 
-    Names and shapes are compared before any weight is written. Weights are cast to the model's dtypes, and tied
-    weights stay tied. A name may be missing from the files if the model ties it to one that is present. The host
-    needs memory for the largest file, except for weights on the CPU that have the stored dtype.
+    Names and shapes are compared before any weight is written, except for the shapes of modules that override
+    `_load_from_state_dict` or have a load-state-dict pre-hook, which may resize their tensors. Weights are cast to the
+    model's dtypes, and tied weights stay tied. A name may be missing from the files if the model ties it to one that
+    is present. The host needs memory for the largest file, except for weights on the CPU that have the stored dtype.
 
     Args:
         model: The model, on any device.
@@ -63,6 +65,7 @@ def load_checkpoint_in_model(
         CheckpointError: If files are missing or damaged.
         ValueError: If the weights belong to another model; the message names the first tensors that differ. Also if
             `device_map` names an unknown part, omits a part, or uses "disk".
+        RuntimeError: If a module that loads its tensors itself does not take them.
     """
     places = [] if device_map is None else _places(model, device_map)
     load_weights(model, Path(checkpoint), strict, stem, is_verified=False)
@@ -131,12 +134,16 @@ def load_weights(
     found = _find(checkpoint, stem, is_verified, model)
     base = BaseReference.read(checkpoint)
     elsewhere = _elsewhere(state, found, base)
-    missing = _compare(state, _shapes(found), checkpoint, model, strict, elsewhere)
+    shapes = _shapes(found)
+    missing = _compare(state, shapes, checkpoint, model, strict, elsewhere)
+    other = _of_other_shape(state, shapes)
     if base is not None:
         changed = _changed(state, elsewhere, base, whole_tensors)
         found += base.kept_sources(checkpoint, changed.intersection(base.kept))
         if named := _named(state, changed.difference(base.kept), base, checkpoint):
             load_state(model, named)
+    resized = _load_named(found, other) if len(found) > 1 else {}  # a module may want all its tensors in each call
+    state = {name: tensor for name, tensor in state.items() if name not in other}
     for source in found:
         parts = _parts(state, source, placement)
         once = {id(state[name]): name for name in parts}  # of tied names the last
@@ -146,7 +153,7 @@ def load_weights(
         loaded = load_source(source, readable_into(own, source.entries), names)
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
-        load_state(model, loaded)
+        load_state(model, {**loaded, **resized})
     return missing
 
 
@@ -262,11 +269,13 @@ def _compare(
     present = {storage_key(tensor) for name, tensor in state.items() if name in shapes or name in elsewhere}
     missing = [name for name, tensor in state.items() if name not in shapes and storage_key(tensor) not in present]
     unexpected = [name for name in (*shapes, *elsewhere) if name not in state]
-    other = [
-        f"{name!r} is of shape {list(shapes[name])} there and {list(tensor.shape)} in the model"
-        for name, tensor in state.items()
-        if name in shapes and tuple(tensor.shape) != shapes[name]
-    ]
+    if other := _of_other_shape(state, shapes):
+        own_loading = prefixes_of_own_loading(model)
+        other = [
+            f"{name!r} is of shape {list(shapes[name])} there and {list(state[name].shape)} in the model"
+            for name in other
+            if not name.startswith(own_loading)
+        ]
     problems = [_list("of other shape: ", other)]
     if strict:
         problems += [_list("missing there: ", map(repr, missing)), _list("not in the model: ", map(repr, unexpected))]
@@ -274,6 +283,17 @@ def _compare(
         reasons = "; ".join(problem for problem in problems if problem)
         raise ValueError(f"{checkpoint} holds the weights of another model than this {model_name}: {reasons}")
     return missing
+
+
+def _of_other_shape(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [name for name, tensor in state.items() if name in shapes and tuple(tensor.shape) != shapes[name]]
+
+
+def _load_named(found: Sequence[Source], names: Collection[str]) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = {}
+    for source in found:
+        loaded |= load_source(source, names=[name for name in names if name in source.shapes])
+    return loaded
 
 
 def _list(title: str, items: Any) -> str:

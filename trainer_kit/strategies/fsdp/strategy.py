@@ -354,7 +354,13 @@ class FSDP(MultiNode):
     def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         self._reshard()
         own = without_wrappers(model).state_dict(keep_vars=True)
-        for name in state.keys() & own.keys():
+        for name in [name for name in own if name in state]:
+            if own[name].shape != state[name].shape:
+                raise ValueError(
+                    f"{name!r} is of shape {list(state[name].shape)} in the files and {list(own[name].shape)} in the "
+                    "model, whose module loads it by code of its own, which strategy='fsdp' does not call; give it "
+                    "that shape when the model is made, or train on one device"
+                )
             fill(own[name], state[name])
 
     def _reshard(self) -> None:
