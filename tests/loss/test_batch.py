@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from kit.loss_cases import (
     tokens_with_labels,
 )
 
+from trainer_kit import ReadyBatches, Trainer, TrainingArguments
 from trainer_kit.loss import batch as batch_module
 from trainer_kit.loss.batch import Counts, count, labels_of, samples_in, samples_of, targets_of, with_labels
 
@@ -160,4 +162,69 @@ def test_ready_batches_without_tensors_are_refused() -> None:
     batch = {"id": np.arange(4), "x": np.ones((4, 2))}
     with pytest.raises(ValueError, match=r"ReadyBatches must give tensors .* numpy arrays by torch\.as_tensor"):
         samples_in(batch)
+    with pytest.raises(ValueError, match="its samples cannot be counted") as caught:
+        samples_in({"id": 3})
+    assert "numpy" not in str(caught.value)
     assert samples_in({name: torch.as_tensor(array) for name, array in batch.items()}) == 4
+
+
+class Padded(NamedTuple):
+    data: torch.Tensor
+    lengths: torch.Tensor
+
+
+class Columns:
+    """A batch with a length, as speechbrain's PaddedBatch; its iteration yields columns."""
+
+    def __init__(self, length: int, **columns: Any) -> None:
+        self._keys, self._length = [*columns], length
+        vars(self).update(columns)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([vars(self)[key] for key in self._keys])
+
+    def to(self, device: Any, non_blocking: bool = False) -> Columns:
+        return self
+
+
+def rows(samples: int) -> dict[str, Any]:
+    padded = Padded(torch.ones(samples, 7), torch.ones(samples))
+    return {"sig": padded, "id": ["a"] * samples, "lab": torch.arange(samples), "rate": 16, "scale": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("samples", [4, 5, 1])
+def test_the_length_of_an_object_with_columns_of_this_length(samples: int) -> None:
+    assert samples_in(Columns(samples, **rows(samples))) == samples
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sig": torch.ones(7, 5)}, {"names": ["a"]}, {"lab": np.ones(4)}, {"extra": (1, 2, 3)}], ids=str
+)
+def test_a_length_that_is_not_that_of_all_columns_is_no_number_of_samples(changes: dict[str, Any]) -> None:
+    columns = rows(5) | changes
+    with pytest.raises(ValueError, match=r"give train_dataset=loader\.dataset, data_collator="):
+        samples_in(Columns(4 if not changes else 5, **columns))
+
+
+def test_a_length_without_columns_is_no_number_of_samples() -> None:
+    with pytest.raises(ValueError, match="its samples cannot be counted"):
+        samples_in(Columns(3, a=1, b=torch.tensor(2.0), c="abc"))
+
+
+def test_a_run_on_objects_with_a_length(tmp_path: Any) -> None:
+    batches = [Columns(each, **rows(each)) for each in (4, 4, 2)]
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=1, gradient_accumulation_steps=3, learning_rate=0.0, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    trainer = Trainer(
+        torch.nn.Linear(7, 1),
+        args,
+        ReadyBatches(batches),
+        compute_loss=lambda model, batch: model(batch.sig.data).mean(),
+    )
+    trainer.train()
+    assert trainer.run.state.samples == 10

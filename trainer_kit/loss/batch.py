@@ -232,7 +232,8 @@ def samples_in(batch: Any) -> int:
     """Return the samples of a batch that comes as it is.
 
     They are the graphs of torch_geometric's batches, the nodes for which its loaders sampled neighbors, the batch size
-    of a TensorDict, the length of the labels, of the lists in a tuple (detection), or of the first tensor.
+    of a TensorDict, the length of the labels, of the lists in a tuple (detection), of the first tensor, or of an
+    object with columns of its length (speechbrain's PaddedBatch).
 
     Raises:
         ValueError: If nothing shows the number of samples.
@@ -248,12 +249,43 @@ def samples_in(batch: Any) -> int:
         return len(labels)
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (list, tuple)):
         return len(batch[0])
-    if (rows := rows_of(batch)) is None:
+    rows = rows_of(batch)
+    if rows is None:
+        rows = _own_length(batch)
+    if rows is None:
+        convert = ", so convert numpy arrays by torch.as_tensor" if _has_arrays(batch) else ""
         raise ValueError(
-            f"a batch is {shape_of(batch)}: its samples cannot be counted; ReadyBatches must give tensors whose first "
-            "dimension is the samples, so convert numpy arrays by torch.as_tensor"
+            f"a batch is {shape_of(batch)}: its samples cannot be counted; in place of a DataLoader give "
+            "train_dataset=loader.dataset, data_collator=loader.collate_fn, while ReadyBatches must give tensors whose "
+            f"first dimension is the samples{convert}"
         )
     return rows
+
+
+def _own_length(batch: Any) -> int | None:
+    """Return the length of an object if all its public attributes that have rows have as many; None otherwise.
+
+    A length alone may be the number of columns.
+    """
+    if isinstance(batch, (Mapping, Sequence, np.ndarray, torch.Tensor)) or not hasattr(batch, "__len__"):
+        return None
+    columns = [value for name, value in getattr(batch, "__dict__", {}).items() if not name.startswith("_")]
+    lengths = {rows for column in columns for rows in _lengths(column)}
+    return len(batch) if lengths == {len(batch)} else None
+
+
+def _lengths(column: Any) -> list[int]:
+    """Return the rows of a column; those of each field of a named tuple, such as padded values with their lengths."""
+    if hasattr(column, "_fields"):
+        return [rows for field in column for rows in _lengths(field)]
+    if isinstance(column, (torch.Tensor, np.ndarray)):
+        return [*column.shape[:1]]
+    return [len(column)] if isinstance(column, (list, tuple)) else []
+
+
+def _has_arrays(tree: Any) -> bool:
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return isinstance(tree, np.ndarray) or any(map(_has_arrays, values))
 
 
 def split(batch: Any, cuts: Sequence[tuple[int, int]]) -> list[Any]:
