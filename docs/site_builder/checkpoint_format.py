@@ -9,6 +9,7 @@ from site_builder.tables import code, sections, table
 from trainer_kit import TrainState
 from trainer_kit.checkpoint.format import trainer_state
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, FileEntry, Manifest
+from trainer_kit.checkpoint.format.model_values import values_name
 from trainer_kit.checkpoint.user_states import BASE_STATE, CARRIED_STATE, OWN_STATES
 
 _MEANINGS = {
@@ -45,6 +46,7 @@ _STATES = {
     "log_means": "Sums of what `log_mean` has logged since the last record; absent without any.",
     CARRIED_STATE: "What the model carries from batch to batch outside of its weights and buffers, in a list with one "
     "entry, or one for each process that reads samples of its own; absent without any.",
+    values_name(): "Entries of the model's `state_dict` that are no tensors; absent without any.",
     BASE_STATE: "Where the frozen weights are that the checkpoint does not repeat; absent without any.",
 }
 """Meaning of each state of a run. Each is a JSON file, and a safetensors file in addition where it has tensors."""

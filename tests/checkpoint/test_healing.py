@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import on_ranks, try_on_ranks
+from kit.trainer import arguments
+from kit.valued import Valued
 from scenarios import task
 
-from trainer_kit import Callback, Run
+from trainer_kit import Callback, Run, Trainer
 from trainer_kit.callback import CallbackList
 from trainer_kit.checkpoint.healing import Progress, heal
 from trainer_kit.checkpoint.manager import CheckpointManager
@@ -105,3 +107,30 @@ def test_no_whole_state_is_an_error(tmp_path: Path) -> None:
     for result in try_on_ranks(2, heal_ranks, str(tmp_path), [Progress(4, 0, False)] * 2):
         assert "no process has a whole state" in str(result.error), result
         assert isinstance(result.error.__cause__ or result.error, (LostProcessError, RuntimeError))
+
+
+class HealsValues(Callback):
+    """Makes what the model keeps outside of its tensors differ after step 1, and heals it."""
+
+    def on_step_end(self, run: Run) -> None:
+        assert isinstance(run.model, Valued)
+        run.model.counter.passes = 10 + run.strategy.rank
+        checkpoints = CheckpointManager(run, CallbackList([]))
+        checkpoints.lay_out(trainer_loader(run))
+        heal(checkpoints, run.strategy, Progress(4 + run.strategy.rank, 0, True))
+
+
+def heal_values(folder: str) -> int:
+    model = Valued()
+    rows = [{"x": torch.ones(3)} for _ in range(4)]
+    trainer = Trainer(
+        model, arguments(Path(folder), max_steps=1), rows, callbacks=[HealsValues()], strategy=DDP(device="cpu"),
+        compute_loss=lambda model, batch: model(batch["x"]).square().mean(),
+    )  # fmt: skip
+    trainer.train()
+    return model.counter.passes
+
+
+@pytest.mark.distributed
+def test_values_that_are_no_tensors_are_taken_too(tmp_path: Path) -> None:
+    assert on_ranks(2, heal_values, str(tmp_path)) == [11, 11]

@@ -104,7 +104,7 @@ def _give_memory(model: torch.nn.Module) -> list[str]:
                 "init_empty_weights(include_buffers=False)"
             )
     made: dict[int, torch.Tensor] = {}
-    names = [name for name, value in state.items() if value.is_meta]
+    names = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     for name in names:
         old = state[name]
         if id(old) not in made:

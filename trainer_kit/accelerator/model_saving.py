@@ -11,13 +11,14 @@ import torch
 from trainer_kit.accelerator.tracking import TrackerHost
 from trainer_kit.accelerator.utils.other import save
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
+from trainer_kit.checkpoint.format.model_values import split_values
 
 
 class ModelSaving(TrackerHost):
     """The part of an `Accelerator` that saves models for inference, and single objects."""
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's tensors under the user's own names. Collective.
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the model's tensors, and other values in its `state_dict`, under the user's own names. Collective.
 
         Args:
             model: Prepared or not.
@@ -32,7 +33,9 @@ class ModelSaving(TrackerHost):
         state = self.strategy.sharding.collect_on_main(self.strategy.model_state(model))
         if self.strategy.sharding.is_active and not self.is_main_process:
             return {}
-        return {name: detached.setdefault(id(value), value.detach()) for name, value in state.items()}
+        tensors, values = split_values(state)
+        whole = {name: detached.setdefault(id(value), value.detach()) for name, value in tensors.items()}
+        return {name: whole.get(name, values.get(name)) for name in state}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object with `torch.save` on the main process, atomically and readable without XLA.

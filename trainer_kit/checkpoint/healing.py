@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from trainer_kit.checkpoint.format.model_values import split_values, values_name
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.regroup import Regroupable
@@ -99,6 +100,7 @@ def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
         "resumed_from": checkpoints.resumed_from,
         "trained": trained,
         "carried": checkpoints.carried.state_dict(),
+        values_name(): split_values(run.strategy.model_state(run.model))[1],
     }
 
 
@@ -108,6 +110,8 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     run.state.load_state_dict(states["trainer"]["counters"])
     for parameter, is_trained in zip(run.model.parameters(), states["trained"], strict=True):
         parameter.requires_grad_(is_trained)
+    if values := states[values_name()]:
+        run.strategy.load_model_state(run.model, values)
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
     run.lr_scheduler.load_state_dict(states["lr_scheduler"])
     if run.strategy.precision is not None:

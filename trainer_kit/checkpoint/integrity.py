@@ -16,6 +16,7 @@ import torch
 
 from trainer_kit.checkpoint.format.discovery import read_arguments, read_outline, verify_files
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, Manifest
+from trainer_kit.checkpoint.format.model_values import values_name
 from trainer_kit.checkpoint.format.trainer_state import (
     COUNT,
     OBJECT,
@@ -97,7 +98,7 @@ def check_resumable(run: Run, directory: Path, check_files: Callable[[Path], obj
     callbacks = read_outline(directory, "callbacks")
     if not isinstance(callbacks, dict):
         raise CheckpointError(f"{directory} is damaged: it lacks the states of callbacks")
-    for name in run.stateful:
+    for name in (*run.stateful, values_name()):
         read_outline(directory, name)
     read_carried(directory)
 

@@ -11,16 +11,18 @@ import torch
 
 from trainer_kit.checkpoint import read_state
 from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
+from trainer_kit.checkpoint.format.model_values import split_values, values_name
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.user_warnings import warn
 
 OWN_STATES = (
     "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means",
-    CARRIED_STATE, BASE_STATE,
+    values_name(), CARRIED_STATE, BASE_STATE,
 )  # fmt: skip
 """State names that `run.stateful` may not use."""
 
@@ -43,8 +45,8 @@ def check_storable(run: Run) -> None:
     """Check before the first step that a checkpoint can hold the model, the schedule and `run.stateful`.
 
     Raises:
-        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, the model's `state_dict` does not
-            take the arguments of torch's, or the schedule lacks `state_dict` or `load_state_dict`.
+        TypeError: If a tensor is sparse, quantized or of an unsupported dtype, another value in the model's
+            `state_dict` cannot be kept, `state_dict` does not take the arguments of torch's, or the schedule lacks `state_dict` or `load_state_dict`.
         ValueError: If a tensor has no content (device "meta").
     """
     check_stateful(run)
@@ -63,11 +65,13 @@ def check_storable(run: Run) -> None:
             f"the model cannot be saved: {error}; let its state_dict take *args and **kwargs and pass them on to "
             "torch's, or set save_strategy='no'"
         ) from error
-    for name, tensor in state.items():
-        try:
+    tensors, values = split_values(state)
+    try:
+        _, in_values = flatten_state(values)
+        for name, tensor in (*tensors.items(), *in_values.items()):
             refuse_unstorable(name, tensor)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the model cannot be saved: {error}, or set save_strategy='no'") from None
 
 
 def check_optimizer_storable(optimizer: torch.optim.Optimizer, args: TrainingArguments) -> None:

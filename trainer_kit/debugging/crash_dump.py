@@ -22,6 +22,7 @@ import torch
 
 from trainer_kit.checkpoint import take_snapshot, write_checkpoint
 from trainer_kit.checkpoint.format.inventory import CRASH_PREFIX
+from trainer_kit.checkpoint.format.model_values import split_values
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.data.fetcher import Fetcher
 from trainer_kit.data.iterable_loader import StreamLoader
@@ -259,8 +260,8 @@ class CrashDump:
             device = None
         return generator_states() | {"device": device}
 
-    def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the model's weights as Parameter objects: on XLA only their identity shows which are tied."""
+    def _weights(self, error: Exception, report: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's state with Parameter objects: on XLA only their identity shows which are tied."""
         report["weights_by_rank"] = self.run.strategy.rank
         if self.run.strategy.sharding.is_active:
             report["weights_by_rank"] = None
@@ -277,7 +278,7 @@ class CrashDump:
             )
             return {}
         state = without_wrappers(self.run.model).state_dict(keep_vars=True)
-        size = sum(tensor.nbytes for tensor in state.values())
+        size = sum(tensor.nbytes for tensor in split_values(state)[0].values())
         if shutil.disk_usage(self.run.args.output_dir).free < _ROOM * size:  # checkpoints come first
             report["weights_by_rank"] = None
             report["missing"].append("weights: the disk has little room left, which checkpoints need")

@@ -376,20 +376,22 @@ class Strategy:
 
     # States, for checkpoints: all processes call these
 
-    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's tensors by the user's own names, without the prefixes of wrappers.
+    def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the model's `state_dict` by the user's own names, without the prefixes of wrappers.
 
-        A tensor may still be sharded over devices: `device_info.to_host` and `copy_to_host` return the full tensor to
-        write. See `sharding` for one that is sharded over processes.
+        Not all values need be tensors, see `get_extra_state`. A tensor may still be sharded over devices:
+        `device_info.to_host` and `copy_to_host` return the full tensor to write. See `sharding` for one that is
+        sharded over processes.
         """
         return without_wrappers(self.unwrap(model)).state_dict()
 
-    def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Load tensors by their names in `model_state`; called once for each file.
+    def load_model_state(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Load tensors and values by their names in `model_state`; called once for each file.
 
         Args:
             model: The module that `prepare` returned, or the user's own.
-            state: Full tensors of a part of the model; the model's own ones if the file was read directly into them.
+            state: Full tensors of a part of the model, the model's own ones if the file was read directly into them,
+                and all values that are no tensors.
         """
         without_wrappers(self.unwrap(model)).load_state_dict(state, strict=False)
 

@@ -7,6 +7,9 @@ import torch
 _TORCH_MODULES = "torch.nn.modules."
 """Package of torch's own modules, whose `_load_from_state_dict` keeps all shapes."""
 
+EXTRA_STATE = "_extra_state"
+"""Last part of the name of what `get_extra_state` returns, which `set_extra_state` loads."""
+
 _TORCH_DISTRIBUTED = "torch.distributed."
 """Package of `fully_shard`, which adds a hook to each module that it shards."""
 
@@ -21,5 +24,11 @@ def loads_itself(module: torch.nn.Module) -> bool:
 
 def prefixes_of_own_loading(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the tensors that modules load themselves, also those of modules inside them."""
-    paths = [path for path, module in model.named_modules(remove_duplicate=False) if loads_itself(module)]
-    return tuple(f"{path}." if path else "" for path in paths)
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if loads_itself(module):
+            found.append(prefix)
+        elif type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+            found.append(f"{prefix}{EXTRA_STATE}")
+    return tuple(found)

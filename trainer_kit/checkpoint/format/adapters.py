@@ -97,15 +97,17 @@ def adapter_tensors(model: torch.nn.Module, state: Tensors) -> dict[str, Tensors
 def split_state(
     model: torch.nn.Module, state: Tensors, base: set[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Tensors]]:
-    """Return the tensors of a model's state that neither its adapters' files nor `base` have, and those files."""
-    files = adapter_tensors(model, state)
-    absent = base | _held_names(files, state)
+    """Return the entries of a model's state that neither its adapters' files nor `base` have, and those files."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    files = adapter_tensors(model, tensors)
+    absent = base | _held_names(files, tensors)
     return {name: tensor for name, tensor in state.items() if name not in absent}, files
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
     """Return the names of the parameters below a model's adapters that are not trained, and of their quantization."""
     state = without_wrappers(model).state_dict(keep_vars=True)
+    state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     held = _held_names(adapter_tensors(model, state), state)
     frozen = {
         name

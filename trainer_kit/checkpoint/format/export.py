@@ -28,9 +28,11 @@ from trainer_kit.checkpoint.format.base_files import same_folder
 from trainer_kit.checkpoint.format.disk import make_folders, write_file
 from trainer_kit.checkpoint.format.json_files import read_json
 from trainer_kit.checkpoint.format.manifest import STAGING_PREFIX, list_files
+from trainer_kit.checkpoint.format.model_values import split_values, write_values
 from trainer_kit.checkpoint.format.pretrained import has_own_format, why_not_pretrained
 from trainer_kit.checkpoint.format.safetensors_writer import ToHost, is_file_of, save_tensors
 from trainer_kit.errors import CheckpointError
+from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.transformers_models import is_transformers_model
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -124,7 +126,7 @@ def _remove_other_configuration(directory: Path) -> None:
 
 def save_model_folder(
     directory: Path,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
     model: torch.nn.Module,
     processing_class: Any,
     max_shard_size: int | str,
@@ -139,7 +141,7 @@ def save_model_folder(
 
     Args:
         directory: The folder; created if missing.
-        state: Tensors of the model by name.
+        state: The model's `state_dict`.
         model: The model, for its configuration.
         processing_class: Tokenizer or processor; None: none.
         max_shard_size: See `save_tensors`.
@@ -149,17 +151,21 @@ def save_model_folder(
 
     Raises:
         OSError: If the disk is full or cannot be written.
+        TypeError: If the model's state holds a value that cannot be kept.
         ValueError: If the folder is that of the base, and the model has further weights to write; or if the model's own
             `save_pretrained` writes a pickle.
     """
     if uses_own_format and has_own_format(without_wrappers(model)) and not adapter_folders(model):
         _save_in_own_format(directory, model, processing_class)
         return
+    tensors, values = split_values(state)
+    flatten_state(values)  # refuses what cannot be kept before anything is written
     if adapter_folders(model):
-        _save_adapters(directory, state, model, processing_class, max_shard_size, to_host, left_out)
-        return
-    _write_files(directory, model_files(model, processing_class))
-    save_tensors(state, directory, max_shard_size=max_shard_size, to_host=to_host)
+        _save_adapters(directory, tensors, model, processing_class, max_shard_size, to_host, left_out)
+    else:
+        _write_files(directory, model_files(model, processing_class))
+        save_tensors(tensors, directory, max_shard_size=max_shard_size, to_host=to_host)
+    write_values(directory, values, to_host)
 
 
 def _write_files(directory: Path, files: Mapping[str, bytes], is_base: bool = False) -> None:

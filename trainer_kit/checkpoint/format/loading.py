@@ -13,6 +13,7 @@ from trainer_kit.checkpoint.format.adapters import WEIGHTS_STEM, adapter_stems, 
 from trainer_kit.checkpoint.format.base_files import described, differing, load_from_hub
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from trainer_kit.checkpoint.format.model_values import read_values, split_values
 from trainer_kit.checkpoint.format.safetensors_reader import (
     Source,
     load_parts,
@@ -24,7 +25,7 @@ from trainer_kit.checkpoint.format.safetensors_reader import (
 from trainer_kit.checkpoint.format.safetensors_writer import is_file_of, storage_key
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.box import Part, Placement, unsharded
-from trainer_kit.utils.own_loading import prefixes_of_own_loading
+from trainer_kit.utils.own_loading import EXTRA_STATE, prefixes_of_own_loading
 from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.vectors import as_vector
@@ -32,7 +33,7 @@ from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 Tensors = Mapping[str, torch.Tensor]
 Device = str | int | torch.device
-LoadState = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], object]
+LoadState = Callable[[torch.nn.Module, Mapping[str, Any]], object]
 """Loads a part of a model's state, as `Strategy.load_model_state` does."""
 
 
@@ -99,7 +100,7 @@ def _places(
     return places
 
 
-def _load_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def _load_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     model.load_state_dict(state, strict=False)
 
 
@@ -122,7 +123,7 @@ def load_weights(
         strict: See `load_checkpoint_in_model`.
         stem: See `load_checkpoint_in_model`.
         is_verified: Whether `newest_valid` or `verify` has just verified the checkpoint.
-        load_state: Called with the model and the whole tensors of each file.
+        load_state: Called with the model and the whole tensors of each file, each time with all other values.
         placement: Returns the part of a model's tensor that this process holds; only its bytes are read, into it.
         whole_tensors: Returns tensors of the model with each sharded one gathered; called on all processes.
 
@@ -130,13 +131,14 @@ def load_weights(
         Names of the model's tensors that the files lack, which stay as they are; none if `strict`.
     """
     model = without_wrappers(model)
-    state = _tensors_of(model)
+    state, own_values = _state_of(model)
     found = _find(checkpoint, stem, is_verified, model)
+    values = read_values(checkpoint, stem, is_verified)
     base = BaseReference.read(checkpoint)
     elsewhere = _elsewhere(state, found, base)
     shapes = _shapes(found)
-    missing = _compare(state, shapes, checkpoint, model, strict, elsewhere)
-    other = _of_other_shape(state, shapes)
+    missing = _compare(state, shapes, checkpoint, model, strict, elsewhere, own_values, values)
+    other = {*_of_other_shape(state, shapes), *(name for name in state if name.endswith(EXTRA_STATE))}
     if base is not None:
         changed = _changed(state, elsewhere, base, whole_tensors)
         found += base.kept_sources(checkpoint, changed.intersection(base.kept))
@@ -153,7 +155,7 @@ def load_weights(
         loaded = load_source(source, readable_into(own, source.entries), names)
         for name in [name for name in loaded if name in state and repeated_dimensions(state[name])]:
             _fill_repeated(state[name], loaded.pop(name), name, checkpoint)
-        load_state(model, {**loaded, **resized})
+        load_state(model, {**loaded, **resized, **(values or {})})
     return missing
 
 
@@ -165,12 +167,14 @@ def check_weights(model: torch.nn.Module, checkpoint: Path) -> None:
     """
     model, base = without_wrappers(model), BaseReference.read(checkpoint)
     found = _find(checkpoint, "model", is_verified=True, model=model)
-    _compare(_tensors_of(model), _shapes(found), checkpoint, model, True, base.digests if base is not None else ())
+    state, own_values = _state_of(model)
+    values, elsewhere = read_values(checkpoint, "model", is_verified=True), base.digests if base is not None else ()
+    _compare(state, _shapes(found), checkpoint, model, True, elsewhere, own_values, values)
 
 
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers themselves; load_state_dict copies nothing if it is given those."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+def _state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the parameters and buffers themselves, of which load_state_dict copies nothing, and other values."""
+    return split_values(model.state_dict(keep_vars=True))
 
 
 def _parts(state: Mapping[str, torch.Tensor], source: Source, placement: Placement) -> dict[str, Part]:
@@ -259,16 +263,23 @@ def _compare(
     checkpoint: Path,
     model: torch.nn.Module,
     strict: bool,
-    elsewhere: Collection[str] = (),
+    elsewhere: Collection[str],
+    own_values: Collection[str],
+    values: Collection[str] | None,
 ) -> list[str]:
-    """Check names and shapes; return the names that the files lack, except those of weights that are elsewhere."""
+    """Check names and shapes; return the names that the files lack, except those of weights that are elsewhere.
+
+    A value that is no tensor may have been one.
+    """
     model_name = model_class(model).__name__
     empty = next((name for name, tensor in state.items() if tensor.is_meta), None)
     if empty is not None:
         raise ValueError(f"{empty!r} of this {model_name} is on the device 'meta', which holds nothing; use to_empty()")
     present = {storage_key(tensor) for name, tensor in state.items() if name in shapes or name in elsewhere}
-    missing = [name for name, tensor in state.items() if name not in shapes and storage_key(tensor) not in present]
-    unexpected = [name for name in (*shapes, *elsewhere) if name not in state]
+    there, own = {*shapes, *(values or ())}, {*state, *own_values}
+    missing = [name for name, tensor in state.items() if name not in there and storage_key(tensor) not in present]
+    missing += [name for name in own_values if values is not None and name not in there]
+    unexpected = [name for name in (*shapes, *elsewhere, *(values or ())) if name not in own]
     if other := _of_other_shape(state, shapes):
         own_loading = prefixes_of_own_loading(model)
         other = [

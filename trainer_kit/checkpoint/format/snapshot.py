@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, MANIFEST_NAME, STATE_FOLDER
+from trainer_kit.checkpoint.format.model_values import split_values, values_name
 from trainer_kit.checkpoint.format.ownership import Division, divide
 from trainer_kit.checkpoint.format.safetensors_writer import (
     Shard,
@@ -150,25 +151,26 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(
     step: int,
-    model_state: Tensors | None,
+    model_state: Mapping[str, Any] | None,
     states: Mapping[str, Any],
     *,
     arguments: Mapping[str, Any],
     world_size: int = 1,
     files: Mapping[str, bytes] | None = None,
-    more_models: Mapping[str, Tensors] | None = None,
+    more_models: Mapping[str, Mapping[str, Any]] | None = None,
     adapters: Mapping[str, Tensors] | None = None,
 ) -> Snapshot:
     """Collect the content of a checkpoint, and check that a checkpoint can hold it.
 
     Args:
         step: Number of optimizer steps taken.
-        model_state: The model's tensors by name, on any device; None for a checkpoint without it.
+        model_state: The model's `state_dict`, on any device; None for a checkpoint without it. Values that are no
+            tensors become a state, see `values_name`.
         states: Trees that `trainer_kit.utils.pytree.flatten_state` accepts, by a name of letters, digits and `._-`.
         arguments: The arguments of the run.
         world_size: Number of processes of the run.
         files: Contents of further files by path in the checkpoint; None: none.
-        more_models: Tensors of further models, by prefix of their files' names; None: none.
+        more_models: The same of further models, by prefix of their files' names; None: none.
         adapters: Tensors of adapters, by the stem of the one file that each has; None: none.
 
     Returns:
@@ -182,30 +184,37 @@ def take_snapshot(
     """
     if step < 0:
         raise ValueError(f"step={step} is negative; steps count from 0")
-    more_models = more_models or {}
+    models, values = _split_models({"model": model_state or {}, **(more_models or {})})
+    states = {**states, **values}
     _check_names("state", states)
-    stems = ["model", *more_models]
-    _check_names("model", stems)
+    _check_names("model", models)
     adapters = adapters or {}
     _check_names("adapter", [part for stem in adapters for part in PurePosixPath(stem).parts])
-    for tensors in (model_state or {}, *more_models.values(), *adapters.values()):
+    for tensors in (*models.values(), *adapters.values()):
         _refuse_unstorable(tensors)
     taken = {name: _take_state(name, state) for name, state in states.items()}
     tree, tensors_of_arguments = flatten_state(dict(arguments))
     if tensors_of_arguments:
         place = next(iter(tensors_of_arguments))
         raise TypeError(f"the arguments hold a tensor or an array ({place}); give a number or a list")
-    _check_files(files or (), [*stems, *adapters])
+    _check_files(files or (), [*models, *adapters])
     return Snapshot(
         step=step,
         world_size=world_size,
-        model=model_state,
+        model=None if model_state is None else models["model"],
         states=taken,
         arguments=tree,
         files=dict(files or {}),
-        more_models=more_models,
+        more_models={stem: models[stem] for stem in more_models or {}},
         adapters=adapters,
     )
+
+
+def _split_models(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """Return the tensors of models by stem, and their values that are no tensors as states by name."""
+    parts = {stem: split_values(state) for stem, state in models.items()}
+    values = {values_name(stem): values for stem, (_, values) in parts.items() if values}
+    return {stem: tensors for stem, (tensors, _) in parts.items()}, values
 
 
 def _check_files(names: Iterable[str], stems: Iterable[str]) -> None:

@@ -36,6 +36,7 @@ from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit,
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.regroup import Regroupable
+from trainer_kit.utils.own_loading import EXTRA_STATE
 from trainer_kit.utils.packed_layers import keep_unpacked
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -346,15 +347,18 @@ class FSDP(MultiNode):
 
     # States
 
-    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         self._reshard()
         # The parameters themselves: only object identity shows which are tied.
         return without_wrappers(model).state_dict(keep_vars=True)
 
-    def load_model_state(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    def load_model_state(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         self._reshard()
-        own = without_wrappers(model).state_dict(keep_vars=True)
-        for name in [name for name in own if name in state]:
+        model = without_wrappers(model)
+        own = model.state_dict(keep_vars=True)
+        tensors = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+        tensors = [name for name in tensors if name in own and not name.endswith(EXTRA_STATE)]
+        for name in tensors:
             if own[name].shape != state[name].shape:
                 raise ValueError(
                     f"{name!r} is of shape {list(state[name].shape)} in the files and {list(own[name].shape)} in the "
@@ -362,6 +366,8 @@ class FSDP(MultiNode):
                     "that shape when the model is made, or train on one device"
                 )
             fill(own[name], state[name])
+        if values := {name: value for name, value in state.items() if name in own and name not in tensors}:
+            model.load_state_dict(values, strict=False)
 
     def _reshard(self) -> None:
         for each in self._replicas:

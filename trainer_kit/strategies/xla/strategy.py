@@ -304,7 +304,7 @@ class XLA(Strategy):
         super().zero_grad(optimizer)
         self.device_info.mark_step()
 
-    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         # The parameters themselves: on XLA only object identity shows which are tied.
         return without_wrappers(self.unwrap(model)).state_dict(keep_vars=True)
 
