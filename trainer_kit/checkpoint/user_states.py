@@ -46,7 +46,8 @@ def check_storable(run: Run) -> None:
 
     Raises:
         TypeError: If a tensor is sparse, quantized or of an unsupported dtype, another value in the model's
-            `state_dict` cannot be kept, `state_dict` does not take the arguments of torch's, or the schedule lacks `state_dict` or `load_state_dict`.
+            `state_dict` cannot be kept, `state_dict` does not take the arguments of torch's, or the schedule lacks
+            `state_dict` or `load_state_dict`.
         ValueError: If a tensor has no content (device "meta").
     """
     check_stateful(run)
