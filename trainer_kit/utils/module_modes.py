@@ -10,14 +10,25 @@ import torch
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and restore each module's mode on exit (some may be in evaluation mode already)."""
-    training = [module for module in model.modules() if module.training]
+    """Set evaluation mode, and restore each module's mode on exit (some may be in evaluation mode already).
+
+    A module's own `train` is called for both: it may drop cached weights, or merge and split those of an adapter.
+    """
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, mode in modes:
+            if module.training is not mode and _has_own_train(module):
+                module.train(mode)
+        for module, mode in modes:  # a module's own `train` may have changed those of others
+            if module.training is not mode:
+                module.training = mode
+
+
+def _has_own_train(module: torch.nn.Module) -> bool:
+    return getattr(module.train, "__func__", None) is not torch.nn.Module.train
 
 
 @contextlib.contextmanager
