@@ -1,12 +1,16 @@
-"""Modes and buffers of modules, which a context restores."""
+"""Modes and state of modules, which a context restores."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from trainer_kit.utils.module_modes import buffers_aside, evaluating
+from trainer_kit.utils.module_modes import evaluating, state_aside
 
 
 def test_each_module_gets_its_mode_back() -> None:
@@ -84,11 +88,90 @@ def test_a_train_method_of_the_object_is_called() -> None:
     assert model.training
 
 
-def test_buffers_are_those_from_before() -> None:
+class Stateful(nn.Module):
+    """A model that carries state of each kind from one pass to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 2))
+        self.register_buffer("count", torch.zeros(()))
+        self.hidden: torch.Tensor | None = torch.zeros(2)
+        self.pair = (torch.ones(1), 3)
+        self.memory = {"last": [torch.ones(2)], "seen": deque([1], maxlen=3)}
+        self.names = {"a"}
+        self.array = np.zeros(2)
+        self.steps = 0
+        self.weight = nn.Parameter(torch.ones(2))
+        self.weights = [self.weight]
+        self.generators = [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bank = torch.cat([self.bank, x])
+        self.count += 1  # in place
+        self.hidden, self.late, self.steps = None, 1, self.steps + 1
+        self.pair[0].add_(1)
+        self.memory["last"][0].add_(1)
+        self.memory["last"].append(x)
+        self.memory["seen"].append(2)
+        self.memory["new"] = 1
+        self.names.add("b")
+        self.array += 1
+        assert self.weights[0] is self.weight
+        return x * self.weight + self.draws()[0]
+
+    def draws(self) -> list[float]:
+        torchs, generator, state, python = self.generators
+        return [torch.rand((), generator=torchs).item(), generator.random(), state.rand(), python.random()]  # type: ignore[call-overload,attr-defined,union-attr]
+
+
+def test_the_state_of_a_model_is_that_from_before() -> None:
+    torch.manual_seed(0)
+    model, expected = nn.Sequential(Stateful()), Stateful()
+    state, names = model[0], {*vars(model[0])}
+    held = [state.bank, state.count, state.hidden, state.pair, state.memory, state.array, *state.generators]
+    for _ in range(2):
+        with state_aside(model):
+            model(torch.ones(3, 2))
+            assert state.steps == 1
+            assert len(state.bank) == 3
+            model(torch.ones(3, 2))
+            assert len(state.memory["last"]) == 3
+    with pytest.raises(RuntimeError), state_aside(model):
+        model(torch.ones(3, 5))
+    after = [state.bank, state.count, state.hidden, state.pair, state.memory, state.array, *state.generators]
+    assert all(each is one for each, one in zip(after, held, strict=True))
+    assert {*vars(state)} == names
+    assert (state.steps, state.names, len(state.bank), float(state.count)) == (0, {"a"}, 0, 0.0)
+    assert str((state.hidden, state.pair, state.memory, state.array)) == str(
+        (expected.hidden, expected.pair, expected.memory, expected.array)
+    )
+    assert state.draws() == expected.draws()
+
+
+def test_what_two_modules_share_is_copied_once() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    model[0].state = model[1].state = [torch.zeros(2)]
+    with state_aside(model):
+        model[0].state[0] += 1
+        assert model[1].state[0].tolist() == [1, 1]
+    assert model[0].state is model[1].state
+    assert model[0].state[0].tolist() == [0, 0]
+
+
+def test_a_module_may_register_a_buffer_in_the_pass() -> None:
     model = nn.BatchNorm1d(2)
-    before, values = model.running_mean, model.running_mean.tolist()  # type: ignore[union-attr]
-    with buffers_aside(model):
+    with state_aside(model):
         model(torch.randn(4, 2))
-        assert model.running_mean.tolist() != values  # type: ignore[union-attr]
-    assert model.running_mean is before
-    assert before.tolist() == values  # type: ignore[union-attr]
+        model.register_buffer("late", torch.ones(1))
+        del model.running_var
+    assert set(model.state_dict()) == set(nn.BatchNorm1d(2).state_dict())
+    assert model.running_mean.tolist() == [0, 0]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_module_gets_its_buffers_back() -> None:
+    model = torch.jit.script(nn.BatchNorm1d(2))
+    with state_aside(model):
+        model(torch.randn(4, 2))
+        assert model.running_mean.tolist() != [0, 0]
+    assert model.running_mean.tolist() == [0, 0]

@@ -16,7 +16,7 @@ from trainer_kit.loss.batch import count
 from trainer_kit.loss.loss import Loss
 from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.module_modes import buffers_aside
+from trainer_kit.utils.module_modes import state_aside
 from trainer_kit.utils.pytree import tensors
 
 Kind = Literal["inf", "nan"]
@@ -129,7 +129,7 @@ def diagnose(loss: Loss, works: Sequence[Work], strategy: Strategy) -> Diagnosis
     module.zero_grad()
     births: list[NonFiniteOrigin] = []
     try:
-        with buffers_aside(module), _uncompiled(), _modules_watched(module, births), _gradients_watched(module, found):
+        with state_aside(module), _uncompiled(), _modules_watched(module, births), _gradients_watched(module, found):
             found.loss = sum(_shares(alone, works, strategy, births, found))
             found.norm = _norm(module)
     except Exception as error:

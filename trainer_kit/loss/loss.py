@@ -21,7 +21,7 @@ from trainer_kit.loss.dtype_errors import explain_dtypes
 from trainer_kit.loss.label_smoothing import smoothed_loss
 from trainer_kit.loss.means import PassLog
 from trainer_kit.strategies.collectives import Collectives
-from trainer_kit.utils.module_modes import evaluating
+from trainer_kit.utils.module_modes import evaluating, state_aside
 from trainer_kit.utils.pytree import keys, tensors
 from trainer_kit.utils.wrappers import model_class, without_wrappers_and_adapters
 
@@ -169,7 +169,7 @@ class Loss:
         """Return the loss of a batch in evaluation mode, without label smoothing, gradient or change of the model."""
         smoothing, self.label_smoothing = self.label_smoothing, 0.0
         try:
-            with evaluating(self.model), torch.no_grad(), context():
+            with state_aside(self.module), evaluating(self.model), torch.no_grad(), context():
                 return self(batch)[0]
         finally:
             self.label_smoothing = smoothing

@@ -12,7 +12,7 @@ import torch
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, samples_of, shape_of, with_labels
 from trainer_kit.loss.loss import Loss, columns_of
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.module_modes import buffers_aside
+from trainer_kit.utils.module_modes import state_aside
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
 from trainer_kit.utils.units import join_names, pluralize
 from trainer_kit.utils.user_warnings import warn
@@ -141,7 +141,7 @@ class LossProbe:
     def _look_in_training(self, batch: Any) -> float:
         """Return the loss of a batch in the current mode, with a fixed seed for dropout."""
         self._strategy.seed(0)
-        with buffers_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
+        with state_aside(self.loss.module), torch.no_grad(), self._strategy.autocast():
             return float(self.loss(self._strategy.to_device(batch))[0])
 
     def _gives_up(self, question: str, answer: bool | None) -> bool:

@@ -1,10 +1,15 @@
-"""Modes and buffers of modules, which a context restores."""
+"""Modes and state of modules, which a context restores."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -32,13 +37,52 @@ def _has_own_train(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def buffers_aside(module: torch.nn.Module) -> Iterator[None]:
-    """Replace a module's buffers by copies, and restore the originals on exit."""
-    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
-    for each, name, buffer in kept:
-        each._buffers[name] = None if buffer is None else buffer.clone()
+def state_aside(model: torch.nn.Module) -> Iterator[None]:
+    """Replace what passes may change in a model by copies, and restore the originals on exit.
+
+    Copied are buffers, and tensors, arrays and random generators that modules hold as attributes, also in lists, tuples
+    and dicts. Parameters and other objects are not; an attribute that is set gets its former object back.
+    """
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    for module in model.modules():
+        kept.append((module._buffers, dict(module._buffers.items())))
+        kept.append((vars(module), {name: value for name, value in vars(module).items() if name not in _OF_TORCH}))
+    copies: dict[int, Any] = {}
     try:
+        for holder, before in kept:
+            for name, value in before.items():
+                holder[name] = _copied(value, copies)
         yield
     finally:
-        for each, name, buffer in kept:
-            each._buffers[name] = buffer
+        for holder, before in kept:
+            for name in set(holder.keys()).difference(before, _OF_TORCH):
+                del holder[name]
+            for name, value in before.items():
+                holder[name] = value
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a module's state; `copies` has those made already, by the identity of the original."""
+    if id(value) in copies:
+        return copies[id(value)]
+    kind, result = type(value), value
+    if isinstance(value, torch.Tensor):
+        result = value if isinstance(value, torch.nn.Parameter) else value.clone()
+    elif isinstance(value, _GENERATORS):
+        result = copy.deepcopy(value)
+    elif kind in (set, np.ndarray):
+        result = copy.copy(value)
+    elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = [_copied(item, copies) for item in value]
+        result = kind(items) if kind is tuple else kind(*items)
+    elif kind in _CONTAINERS:
+        result = copies[id(value)] = copy.copy(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            result[key] = _copied(item, copies)
+    copies[id(value)] = result
+    return result
+
+
+_OF_TORCH = vars(torch.nn.Module()).keys()
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter)

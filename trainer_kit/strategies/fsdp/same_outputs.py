@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.fsdp.placement import gather
 from trainer_kit.strategies.fsdp.tensor_parallel import Place
-from trainer_kit.utils.module_modes import buffers_aside, evaluating
+from trainer_kit.utils.module_modes import evaluating, state_aside
 from trainer_kit.utils.pytree import tensors
 from trainer_kit.utils.rng import generators_kept
 
@@ -169,7 +169,7 @@ class SameOutputs:
                 stack.callback(module.register_forward_pre_hook(_noting(place.name, seen.used)).remove)
             for region in regions:
                 stack.enter_context(self._comparison(region, seen))
-            for context in (generators_kept(device), buffers_aside(model), _WithoutDropout()):
+            for context in (generators_kept(device), state_aside(model), _WithoutDropout()):
                 stack.enter_context(context)
             # Copied, since a cache in the arguments changes; the tensors are not.
             args, kwargs = copy.deepcopy((args, kwargs), {id(each): each for each in tensors([args, kwargs])})
@@ -248,7 +248,7 @@ def _outer_name(model: nn.Module, name: str) -> str:
 
 
 def _run(module: nn.Module, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-    with buffers_aside(module):
+    with state_aside(module):
         return torch.func.functional_call(module, dict(weights), args, kwargs)
 
 
