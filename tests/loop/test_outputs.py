@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer_kit import EvalPrediction, Trainer, TrainingArguments
 from trainer_kit.loop import evaluation
+from trainer_kit.loop.metrics import predictions_in
 
 
 def vision(**given: Any) -> nn.Module:
@@ -124,6 +125,38 @@ class WithPart(nn.Module):
 def test_a_number_of_a_batch_is_an_output_too(tmp_path: Path) -> None:
     part, logits = make_trainer(tmp_path, WithPart()).predict([{"x": torch.ones(4), "labels": 1}] * 7).predictions
     assert (part.shape, logits.shape) == ((3,), (7, 3))
+
+
+class Named(NamedTuple):
+    part: torch.Tensor
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+class WithNames(WithPart):
+    """Its output is a named tuple."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        output = super().forward(x, labels)
+        return Named(output.part, output.logits, output.loss)
+
+
+def test_the_loss_of_a_named_tuple_is_no_prediction(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = WithNames(), [{"x": torch.ones(4), "labels": 1}] * 7
+    found = make_trainer(tmp_path, model).predict(data)
+    inputs, labels = torch.ones(7, 4), torch.ones(7, dtype=torch.long)
+    assert found.predictions.shape == (7, 3)
+    assert found.metrics["test_loss"] == pytest.approx(model(inputs, labels).loss.item())
+    each = make_trainer(
+        tmp_path, model, compute_loss=lambda model, batch: model(**batch).loss.expand(3).mean()
+    ).predict(data)
+    assert np.array_equal(each.predictions, found.predictions)
+
+
+def test_losses_by_sample_of_a_named_tuple_are_no_prediction() -> None:
+    scores = torch.ones(2, 3)
+    assert predictions_in(Named(torch.tensor(1.0), scores, torch.ones(2))) is scores
 
 
 def test_passes_of_one_and_of_several_calls_have_the_same_predictions(tmp_path: Path) -> None:

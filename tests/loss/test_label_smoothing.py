@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -125,3 +125,13 @@ def test_it_is_refused_where_the_loss_is_another(tmp_path: Path, given: dict[str
 def test_a_model_without_classes_is_refused(output: Any, labels: torch.Tensor | None) -> None:
     with pytest.raises(ValueError, match=r"^label_smoothing_factor=0\.1 needs logits of shape .*, but there are "):
         smoothed_loss(output, labels, 0.1, shifts=False)
+
+
+def test_the_logits_of_a_named_tuple_are_its_field() -> None:
+    class Output(NamedTuple):
+        logits: torch.Tensor
+        features: torch.Tensor
+
+    logits, labels = torch.randn(2, 3), torch.tensor([0, 2])
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert smoothed_loss(Output(logits, torch.ones(2, 3)), labels, 0.1, shifts=False) == expected

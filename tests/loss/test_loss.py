@@ -253,9 +253,14 @@ def test_where_a_loss_is_found() -> None:
         def __init__(self) -> None:
             self.loss = loss
 
-    for output in (loss, {"loss": loss}, {"logits": scores, "loss": loss}, (loss, scores), [loss], Output()):
+    class Named(NamedTuple):
+        perplexity: torch.Tensor
+        loss: torch.Tensor
+
+    named = Named(loss.exp(), loss)
+    for output in (loss, {"loss": loss}, {"logits": scores, "loss": loss}, (loss, scores), [loss], Output(), named):
         assert found_loss(output) is loss
-    for output in (scores, {"logits": scores}, {"loss": scores}, (scores, loss), (), None, 1.0):
+    for output in (scores, {"logits": scores}, {"loss": scores}, (scores, loss), Named(loss, scores), (), None, 1.0):
         assert found_loss(output) is None
 
 

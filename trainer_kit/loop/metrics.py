@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_kit.loss.loss import found_loss
 from trainer_kit.loss.means import LoggedValue, Sums, add_sums, read_sums, sum_values
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
@@ -334,8 +333,9 @@ def predictions_in(output: Any) -> Any:
     elif isinstance(output, list) and output and all(isinstance(each, Mapping) for each in output):
         return output  # one for each sample, as of detection models
     elif isinstance(output, (tuple, list)):
-        rest = [value for place, value in enumerate(output) if place > 0 or found_loss(output) is None]
-        rest = [value for value in rest if value is not None and getattr(value, "ndim", True)]
+        names = getattr(output, "_fields", range(len(output)))
+        rest = [value for name, value in zip(names, output, strict=True) if value is not None and name != "loss"]
+        rest = [value for value in rest if getattr(value, "ndim", True)]  # no scalars, such as the loss
     elif isinstance(output, torch.Tensor):
         rest = [output] if output.ndim else []
     else:

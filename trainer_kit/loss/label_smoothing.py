@@ -48,7 +48,7 @@ def smoothed_loss(output: Any, labels: torch.Tensor | None, factor: float, shift
 def _logits(output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping):
         found = output.get("logits")
-    elif isinstance(output, (tuple, list)):
+    elif isinstance(output, (tuple, list)) and not hasattr(output, "logits"):
         found = output[1] if len(output) > 1 else None
     else:
         found = getattr(output, "logits", None)

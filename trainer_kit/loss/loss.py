@@ -230,7 +230,7 @@ class Loss:
         came = _described(output) if loss is None else f"a loss that is {_described(loss)}"
         return (
             f"{model_class(self.module).__name__} returned no loss but {came}{columns}; return a scalar, a dict with "
-            "'loss', an object with .loss or a tuple that begins with it, or give compute_loss="
+            "'loss', an object or named tuple with .loss or a tuple that begins with it, or give compute_loss="
         )
 
 
@@ -272,13 +272,13 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def found_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output: a scalar, `loss`, or the first element; None without a scalar tensor.
+    """Return the loss in a model's output: a scalar, `loss`, or else the first element; None without a scalar tensor.
 
     The loss of a dict that holds nothing but losses, such as those of detection models, is their sum.
     """
     if type(output) is dict or isinstance(output, Mapping):
         output = output["loss"] if "loss" in output else _summed(output)
-    elif isinstance(output, (tuple, list)):
+    elif isinstance(output, (tuple, list)) and "loss" not in getattr(output, "_fields", ()):
         output = output[0] if output else None
     elif not isinstance(output, torch.Tensor):
         output = getattr(output, "loss", None)
