@@ -117,3 +117,42 @@ def test_streaming_metrics_get_lists_of_labels_and_name_what_to_set_without_labe
     trainer = Trainer(Tagger(), arguments(tmp_path), metrics=Count())
     with pytest.raises(ValueError, match="with the entries x; set label_names to those that are labels"):
         trainer.evaluate([{"x": torch.zeros(1)}] * 3)
+
+
+class Signals:
+    """A batch of its own class, as speechbrain's PaddedBatch."""
+
+    def __init__(self, samples: list[tuple[torch.Tensor, int]]) -> None:
+        self.sig = torch.stack([x for x, _ in samples]), torch.ones(len(samples))
+        self.lab = torch.tensor([label for _, label in samples])
+
+
+class Recognizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, signal: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(signal) * lengths[:, None]
+        return logits
+
+
+def test_a_prediction_without_labels_names_what_finds_them(tmp_path: Any) -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(*batch.sig), batch.lab)
+
+    data, given = [(torch.tensor([1.0]), 1)] * 3, {"compute_loss": compute_loss, "data_collator": Signals}
+    sentence = (
+        r"^no labels were found in the batch, a Signals, so Recognizer was called without compute_loss: .* missing 1 "
+        r"required .* 'lengths'; name the columns that are labels in label_names=\[\.\.\.\]$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        Trainer(Recognizer(), arguments(tmp_path), **given).predict(data)
+    output = Trainer(Recognizer(), arguments(tmp_path, label_names=["lab"]), **given).predict(data)
+    assert output.predictions.shape == (3, 2)
+    assert output.label_ids.tolist() == [1, 1, 1]
+
+
+def test_an_error_of_a_model_that_computes_its_loss_is_its_own(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'lengths'"):
+        Trainer(Recognizer(), arguments(tmp_path)).predict([{"signal": torch.ones(1)}])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, with_labels
+from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, shape_of, with_labels
 from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
 from trainer_kit.loss.label_smoothing import smoothed_loss
@@ -212,12 +212,24 @@ class Loss:
         return with_labels(batch, valid if isinstance(items, int) else torch.where(items == 0, valid, labels))
 
     def output(self, batch: Any) -> Any:
-        """Return the model's output for a batch, without the columns that only `compute_loss` reads."""
+        """Return the model's output for a batch, without the columns that only `compute_loss` reads.
+
+        Raises:
+            ValueError: If there is a `compute_loss`, and the model cannot be called with what is left.
+        """
         if self.compute_loss is not None and isinstance(batch, Mapping):
             known = columns_of(self.module)
             batch = {key: value for key, value in batch.items() if known is None or key in known}
-        with self.log:
-            output = call(self.model, batch)
+        try:
+            with self.log:
+                output = call(self.model, batch)
+        except TypeError as error:
+            if self.compute_loss is None:
+                raise
+            raise ValueError(
+                f"no labels were found in the batch, {shape_of(batch)}, so {model_class(self.module).__name__} was "
+                f"called without compute_loss: {error}; name the columns that are labels in label_names=[...]"
+            ) from error
         self.log.add_parts(output)
         return output
 
