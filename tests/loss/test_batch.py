@@ -15,6 +15,7 @@ from kit.loss_cases import (
     make_trainer,
     tokens_with_labels,
 )
+from torch.nn.utils.rnn import pack_sequence
 
 from trainer_kit import ReadyBatches, Trainer, TrainingArguments
 from trainer_kit.loss import batch as batch_module
@@ -54,6 +55,14 @@ def test_samples_are_those_that_were_collated() -> None:
     assert count({"text": ["a", "b"]}, 2) == Counts(2, 0, 2, 2)
     packed = {"input_ids": torch.ones(1, 6), "labels": torch.tensor([[-100, 1, 2, -100, 4, 5]])}
     assert count(packed, 2) == Counts(2, 6, 4, 4)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_a_packed_sequence_has_no_labels(is_sorted: bool) -> None:
+    batch = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)], enforce_sorted=is_sorted)
+    assert labels_of(batch) is None
+    assert targets_of(batch, None) is None
+    assert count(batch, 2) == Counts(2, 0, 2, 2)
 
 
 @pytest.mark.parametrize("batch", [{}, {"text": ["a"]}, "text", {"x": torch.tensor(1)}, ()])

@@ -11,6 +11,7 @@ import torch
 from kit.static_shapes import Static
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit import XLA, Accelerator, ReadyBatches, SingleDevice, Trainer, TrainingArguments
@@ -369,6 +370,7 @@ def test_how_many_samples_a_ready_batch_has() -> None:
     assert samples_in(Namespace(x=many, labels=labels)) == 4
     assert samples_in(in_lists(pictures())) == 7
     assert samples_in({"x": many}) == 9
+    assert samples_in(pack_sequence([many, many[:2]])) == 2
     graphs = Namespace(x=many, y=labels)
     vars(graphs)["num_graphs"] = 3
     assert samples_in(graphs) == 3

@@ -28,8 +28,10 @@ from kit.loss_cases import (
 )
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding, BertForSequenceClassification
 
+from trainer_kit import ReadyBatches
 from trainer_kit.data.collate import PadCollator
 from trainer_kit.data.sampling import permutation
 from trainer_kit.loss.loss import Loss, found_loss, scale_gradients, weighed
@@ -241,6 +243,33 @@ def test_compute_loss_always_gets_batches_of_their_own_kind(tmp_path: Any, kind:
     batch = torch.stack(samples)
     expected = reference(model, lambda: summed(model.logits(batch), batch.where(batch > 5, -100)))
     torch.testing.assert_close(recorder.gradients[0], expected.gradient, **EXACT)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(2, 2)
+
+    def forward(self, x: PackedSequence) -> dict[str, torch.Tensor]:
+        return {"loss": F.mse_loss(self.rnn(x)[0].data, x.data)}
+
+
+def test_a_packed_sequence_is_one_argument(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    samples = [torch.randn(length, 2) for length in (3, 4, 2, 3)]
+    model, batches = Packed(), [pack_sequence(samples[:2], False), pack_sequence(samples[2:], False)]
+    given = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "shuffle": False}
+    trainer, recorder = make_trainer(
+        model, str(tmp_path), samples, data_collator=lambda each: pack_sequence(each, False), **given
+    )
+    trainer.train()
+    expected = [model(batch)["loss"].item() for batch in batches]
+    assert recorder.losses == expected
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(expected) / 2)
+
+    ready, recorder = make_trainer(model, str(tmp_path), ReadyBatches(batches), shuffle=False)
+    ready.train()
+    assert recorder.losses == expected
 
 
 # What is said of a mistake

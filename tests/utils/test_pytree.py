@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainer_kit.utils.pytree import (
     flatten_state,
@@ -282,6 +283,14 @@ def test_map_tensors_keeps_containers() -> None:
     assert mapped["a"][0].item() == 1
     assert type(mapped["b"]) is Point
     assert (mapped["b"].x.item(), mapped["b"].y) == (2, "x")
+
+
+def test_a_packed_sequence_moves_without_the_sizes_of_its_batches() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    moved = move({"x": [packed]}, torch.device("meta"))["x"][0]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.is_meta
+    assert moved.batch_sizes.tolist() == [2, 2, 1]
 
 
 def test_tensors_finds_all_of_them_depth_first() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.utils.pytree import keys, tensors
 
@@ -95,7 +96,7 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     if type(batch) is dict and "labels" in batch and batch["labels"] is not None:
         labels = batch["labels"]
     elif isinstance(batch, (tuple, list)):
-        labels = batch[_label_place(batch)] if len(batch) > 1 else None
+        labels = batch[_label_place(batch)] if len(batch) > 1 and not isinstance(batch, PackedSequence) else None
     else:
         name = _label_name(batch)
         labels = None if name is None else _entry(batch, name)
@@ -137,7 +138,7 @@ def _default_targets(batch: Any, label_columns: Sequence[str]) -> Any:
 def _nested_labels(batch: Any) -> Any:
     """Return labels that are no tensor, such as the targets of detection models or of several tasks; None without."""
     if isinstance(batch, (tuple, list)):
-        labels = batch[_label_place(batch)] if len(batch) > 1 else ()
+        labels = batch[_label_place(batch)] if len(batch) > 1 and not isinstance(batch, PackedSequence) else ()
         is_mappings = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
         is_nested = is_mappings or any(True for _ in tensors(labels))
     else:
@@ -232,12 +233,14 @@ def samples_in(batch: Any) -> int:
     """Return the samples of a batch that comes as it is.
 
     They are the graphs of torch_geometric's batches, the nodes for which its loaders sampled neighbors, the batch size
-    of a TensorDict, the length of the labels, of the lists in a tuple (detection), of the first tensor, or of an
-    object with columns of its length (speechbrain's PaddedBatch).
+    of a TensorDict, the sequences of a `PackedSequence`, the length of the labels, of the lists in a tuple (detection),
+    of the first tensor, or of an object with columns of its length (speechbrain's PaddedBatch).
 
     Raises:
         ValueError: If nothing shows the number of samples.
     """
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
     for name in ("num_graphs", "batch_size"):
         number = None if isinstance(batch, (dict, list, tuple)) else getattr(batch, name, None)
         if isinstance(number, torch.Size):

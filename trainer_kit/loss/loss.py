@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, shape_of, with_labels
@@ -275,10 +276,13 @@ def takes_column(module: torch.nn.Module, name: str) -> bool:
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """Call `model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    """Call `model(**batch)` for a dict, `model(*batch)` for a tuple or list, else `model(batch)`.
+
+    A `PackedSequence`, which is a tuple, is one argument.
+    """
     if type(batch) is dict or isinstance(batch, Mapping):  # the first is far quicker
         return model(**batch)
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         return model(*batch)
     return model(batch)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 _TAG = "__kind__"
 _NO_STATE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
@@ -52,6 +53,8 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
             for key, value in tree.items()
         }
         return moved if type(tree) is dict else _like(tree, moved)
+    if isinstance(tree, PackedSequence):  # its batch_sizes stay on the CPU
+        return tree.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
     if isinstance(tree, (list, tuple)):
         values = [
             value if type(value) is torch.Tensor and value.device == device else move(value, device, non_blocking)
