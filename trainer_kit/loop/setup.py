@@ -23,6 +23,7 @@ from trainer_kit.loop.retrying_train_step import RetryingTrainStep
 from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loop.training_loop import TrainingLoop
 from trainer_kit.optim import check_optimizer, make_optimizer
+from trainer_kit.utils.lazy_parameters import check_shapes
 from trainer_kit.utils.schedule_free import set_training
 
 logger = logging.getLogger("trainer_kit")
@@ -53,9 +54,10 @@ def set_up_training(
 
     Raises:
         TypeError: If the optimizer or the scheduler is of the wrong type.
-        ValueError: If the user's optimizer or scheduler does not fit the model or the arguments.
+        ValueError: If the user's optimizer or scheduler does not fit, or if a lazy module has no shapes yet.
     """
     run, args, events, loss = evaluation.run, evaluation.run.args, evaluation.events, evaluation.probe.loss
+    check_shapes(run.model)
     if (options := args.checkpointing_options) is not None:
         run.strategy.enable_activation_checkpointing(run.model, options)
     if args.torch_compile is not False:
@@ -79,10 +81,8 @@ def set_up_training(
     initial.complete()
     set_training(run.optimizer, True)
     loss.shifts = checkpoints.shifts_labels
-    if run.total_steps <= run.state.step:
-        logger.warning(
-            "nothing is left to do: step %d is reached, training ends at %d", run.state.step, run.total_steps
-        )
+    if (last := run.total_steps) <= run.state.step:
+        logger.warning("nothing is left to do: step %d is reached, training ends at %d", run.state.step, last)
     sync = RankSync(run)
     parts = run, events, evaluation.probe, loader, checkpoints, sync
     step = TrainStep(*parts) if finder is None else RetryingTrainStep(*parts, finder)

@@ -36,6 +36,7 @@ from trainer_kit.planning.schedule import Rates
 from trainer_kit.planning.storage import storage_of
 from trainer_kit.state import Requests, TrainState
 from trainer_kit.strategies.base import Strategy
+from trainer_kit.utils.lazy_parameters import check_shapes
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.units import join_names
 
@@ -50,6 +51,7 @@ def make_training_plan(
         resume_from_checkpoint: As for `Trainer.train`.
         num_processes: Number of processes to plan for; None for the real one.
     """
+    check_shapes(subject.run.model)
     device = next((parameter.device for parameter in subject.run.model.parameters()), torch.device("cpu"))
     with heard() as messages, generators_kept(device):
         stage = Stage(subject.run.strategy, num_processes, device)
