@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer_kit import Callback, Trainer, TrainingArguments
-from trainer_kit.utils.overrides import _OWN_ATTRIBUTES, _OWN_METHODS, REPLACEMENTS
+from trainer_kit.utils.overrides import _OWN_ATTRIBUTES, _OWN_METHODS, REPLACEMENTS, check_lightning_module
 
 CALLED_BY_USERS = {
     "train", "predict", "args", "log_metrics", "save_metrics", "save_state", "create_model_card",
@@ -219,6 +220,21 @@ class LightningModule(nn.Module):
 
     def configure_optimizers(self) -> Any: ...
 
+    def on_train_epoch_end(self) -> None: ...
+
+    def train_dataloader(self) -> Any: ...
+
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
+
+    def log(self, *args: Any) -> None: ...
+
+    @property
+    def current_epoch(self) -> int:
+        return 0
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str) -> Any: ...
+
 
 class Module(LightningModule):
     def __init__(self) -> None:
@@ -253,6 +269,37 @@ def test_what_else_a_lightning_module_overrides_is_warned_of(tmp_path: Path) -> 
     given = {"compute_loss": lambda module, batch: module.training_step(batch, 0), "optimizer": torch.optim.SGD}
     with pytest.warns(UserWarning, match="does not call validation_step of the LightningModule Validating"):
         make(Trainer, tmp_path, Validating(), **given)
+
+
+class Logging(Module):
+    """As the models of pytorch-forecasting: it overrides what its own methods or the user call, too."""
+
+    def log(self, *args: Any) -> None: ...
+
+    @property
+    def current_epoch(self) -> int:
+        return 1
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str) -> Any: ...
+
+
+class Hooked(Logging):
+    def on_train_epoch_end(self) -> None: ...
+
+    def train_dataloader(self) -> Any: ...
+
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
+
+
+def test_methods_that_lightning_does_not_call_are_not_in_the_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_lightning_module(Logging(), has_loss=True, has_optimizer=True)
+    with pytest.warns(
+        UserWarning, match="does not call on_train_epoch_end, optimizer_zero_grad, train_dataloader of the"
+    ):
+        check_lightning_module(Hooked(), has_loss=True, has_optimizer=True)
 
 
 def test_a_plain_module_with_a_method_of_that_name_trains(tmp_path: Path) -> None:

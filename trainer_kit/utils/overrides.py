@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import ParamSpec
 
@@ -248,6 +249,13 @@ def missing_attribute(kind: type, name: str, is_made: bool) -> AttributeError:
     return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{todo}", name=name)
 
 
+_HOOK_OF_LIGHTNING = re.compile(
+    r"(on|configure)_\w+|\w+_(step|dataloader)|setup|teardown|prepare_data|backward|optimizer_zero_grad|"
+    r"transfer_batch_to_device"
+)
+"""Methods of a LightningModule that Lightning's Trainer calls; `log` and others are for the user to call."""
+
+
 def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer: bool) -> None:
     """Refuse a LightningModule whose own loss or optimizer training would not use, and warn of its other hooks.
 
@@ -271,6 +279,7 @@ def check_lightning_module(model: torch.nn.Module, has_loss: bool, has_optimizer
             + " or ".join(todo)
         )
     others = [name for name in overrides if name not in ("training_step", "configure_optimizers")]
+    others = [name for name in others if _HOOK_OF_LIGHTNING.fullmatch(name)]
     if others:
         warn(
             f"training here does not call {', '.join(others)} of the LightningModule {type(model).__name__}; callbacks "
