@@ -110,6 +110,7 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     run.state.load_state_dict(states["trainer"]["counters"])
     for parameter, is_trained in zip(run.model.parameters(), states["trained"], strict=True):
         parameter.requires_grad_(is_trained)
+    checkpoints.carried.load_state_dict(states["carried"], run.strategy.device)
     if values := states[values_name()]:
         run.strategy.load_model_state(run.model, values)
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
@@ -123,4 +124,3 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.shifts_labels, checkpoints.run_id = states["trainer"]["shifts_labels"], states["trainer"]["run_id"]
     for name, entry in run.stateful.items():
         entry.load_state_dict(states[name])
-    checkpoints.carried.load_state_dict(states["carried"], run.strategy.device)

@@ -314,6 +314,7 @@ class CheckpointManager:
         check_weights(run.model, directory)  # before anything is written
         placement = run.strategy.sharding.placement
         optimizer = fitting_optimizer_state(run, directory, placement)
+        self.carried.load(directory, run.strategy)  # before the weights, with which a module may set attributes
         self._load_weights(directory, is_verified=True)
         run.strategy.load_optimizer_state(run.optimizer, optimizer)
         load_scheduler(run, directory)
@@ -322,7 +323,6 @@ class CheckpointManager:
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
         restore_stateful(run, directory)
-        self.carried.load(directory, run.strategy)
 
     def _load_weights(self, directory: Path, is_verified: bool) -> None:
         strategy = self.run.strategy

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from trainer_kit.utils.generators import is_generator
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     kind, result = type(value), value
     if isinstance(value, torch.Tensor):
         result = value if isinstance(value, torch.nn.Parameter) else value.clone()
-    elif isinstance(value, _GENERATORS):
+    elif is_generator(value):
         result = copy.deepcopy(value)
     elif kind in (set, np.ndarray):
         result = copy.copy(value)
@@ -84,5 +85,4 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 _OF_TORCH = vars(torch.nn.Module()).keys()
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter)
