@@ -44,8 +44,8 @@ _STATES = {
     "data": "Position of an iterable dataset or a sampler; null without one.",
     "ledger": "Seconds of the run by activity.",
     "log_means": "Sums of what `log_mean` has logged since the last record; absent without any.",
-    CARRIED_STATE: "What the model carries from batch to batch outside of its weights and buffers, in a list with one "
-    "entry, or one for each process that reads samples of its own; absent without any.",
+    CARRIED_STATE: "Buffers that are not persistent and random generators of the model, if they change after the first "
+    "step: a list with one entry, or one for each process that reads samples of its own; absent without any.",
     values_name(): "Entries of the model's `state_dict` that are no tensors; absent without any.",
     BASE_STATE: "Where the frozen weights are that the checkpoint does not repeat; absent without any.",
 }

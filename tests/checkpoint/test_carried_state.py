@@ -15,26 +15,8 @@ from kit.trainer import arguments
 from torch import nn
 
 from trainer_kit import Callback, Run, Trainer
-from trainer_kit.checkpoint import read_state
-from trainer_kit.checkpoint.carried_state import CarriedState
 from trainer_kit.checkpoint.format.trainer_state import read_carried
 from trainer_kit.errors import CheckpointError
-
-
-class Recurrent(nn.Module):
-    """A hidden state in a tuple, from batch to batch; attention that is kept to be looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(4, 4)
-        self.hidden: Any = None
-        self.attention: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = None if self.hidden is None else tuple(each.detach() for each in self.hidden)
-        self.hidden = self.cell(x, hidden)
-        self.attention = self.hidden[0].softmax(-1)
-        return self.attention * self.hidden[1]
 
 
 class Spiking(nn.Module):
@@ -52,20 +34,42 @@ class Spiking(nn.Module):
 
 
 class Queue(nn.Module):
-    """Persistent memory with a position that is a plain number, and a decay that falls."""
+    """A memory in buffers that are not persistent, with its position, and a cache that the first pass computes."""
+
+    def __init__(self, cached: float = 1.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.cached = cached
+        self.register_buffer("memory", torch.zeros(3, 4), persistent=False)
+        self.register_buffer("position", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = torch.full((4,), self.cached)
+        out = self.layer(x) * self.cache + self.memory.mean(0)
+        self.memory[self.position] = out[0].detach()
+        self.position = (self.position + 1) % 3
+        return out
+
+
+class Recurrent(nn.Module):
+    """A hidden state and a count in attributes; weights that are normalized before each pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("memory", torch.zeros(3, 4))
-        self.position, self.decay, self.is_full = 0, 1.0, False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layer = nn.utils.weight_norm(nn.Linear(4, 4))
+        self.hidden: Any = None
+        self.count, self.shape, self.kind = 0, None, "rnn"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.layer(x) * self.decay + self.memory.mean(0) * (2 if self.is_full else 1)
-        self.memory[self.position] = out[0].detach()
-        self.position, self.decay = (self.position + 1) % 3, self.decay * 0.9
-        self.is_full = self.is_full or self.position == 0
-        return out
+        before = 0 if self.hidden is None else self.hidden[0].detach()
+        self.hidden = (self.layer(x) + before, x)
+        self.count += 1
+        self.shape = x.shape
+        return self.hidden[0]
 
 
 class Drawing(nn.Module):
@@ -80,7 +84,7 @@ class Drawing(nn.Module):
         return self.layer(x + torch.rand(4, generator=self.generator)) + float(self.other.normal())
 
 
-KINDS = [Recurrent, Spiking, Queue, Drawing]
+KINDS = [Spiking, Queue, Drawing]
 
 
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,8 +123,9 @@ def train(
 ) -> tuple[list[float], dict[str, Any]]:
     torch.manual_seed(0)
     model, losses = kind() if loss else WithLoss(kind()), Losses(stop)
-    settings = {"max_steps": 8, "logging_steps": 1, "save_strategy": "steps", "save_steps": 3} | given
-    args = arguments(folder, per_device_train_batch_size=4, learning_rate=0.1, optim="sgd", **settings)
+    settings = {"max_steps": 8, "logging_steps": 1, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"per_device_train_batch_size": 4, "learning_rate": 0.1, "optim": "sgd"} | given
+    args = arguments(folder, **settings)
     Trainer(model, args, samples(), compute_loss=loss, callbacks=[losses]).train(resume_from_checkpoint=True)
     return losses.found, {name: value.tolist() for name, value in model.state_dict().items()}
 
@@ -143,11 +148,12 @@ def test_a_rollback_restores_it_too(tmp_path: Path) -> None:
             Breaks.seen += self.training
             return super().forward(x) * (float("nan") if Breaks.seen == 6 else 1)
 
-    broken, _ = train(tmp_path / "broken", Breaks, nonfinite="rollback", async_save=False)
+    broken, _ = train(tmp_path, Breaks, nonfinite="rollback", async_save=False, save_steps=4)
     assert len(broken) > 5
-    carried = read_state(tmp_path / "broken" / "run" / "checkpoint-6", "carried")
-    assert carried[0]["model.decay"] == pytest.approx(0.9**6)
-    assert "model.position" not in carried[0]  # it is as at the beginning
+    (carried,) = read_carried(tmp_path / "run" / "checkpoint-8")
+    assert carried["buffers"].keys() == {"model.memory", "model.position"}
+    assert carried["buffers"]["model.position"] == 8 % 3
+    assert carried["buffers"]["model.memory"].isfinite().all()
 
 
 class Bank(nn.Module):
@@ -177,135 +183,81 @@ def test_modules_of_compute_loss_carry_state_too(tmp_path: Path) -> None:
     assert resumed == weights
 
 
-def begun(model: nn.Module) -> CarriedState:
-    state = CarriedState(model)
-    state.begin(None)
-    return state
+def test_another_start_computes_its_own_cache(tmp_path: Path) -> None:
+    train(tmp_path, Queue, stop=4)
+    (carried,) = read_carried(tmp_path / "run" / "checkpoint-4")
+    assert carried["buffers"].keys() == {"model.memory", "model.position"}
+    model = Queue(cached=2.0)
+    train(tmp_path, lambda: model)
+    assert model.cache.eq(2).all()
 
 
 def test_most_models_carry_nothing(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 4))
-    state = begun(model)
-    model(torch.ones(2, 4))[0].sum().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    assert state.state_dict() == {}
-    train(tmp_path, lambda: nn.Linear(4, 4), max_steps=3)
-    assert not (tmp_path / "run" / "checkpoint-3" / "state" / "carried.json").exists()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.utils.spectral_norm(nn.Linear(4, 4)))
+    train(tmp_path, lambda: model)
+    for step in (3, 6, 8):
+        assert not (tmp_path / "run" / f"checkpoint-{step}" / "state" / "carried.json").exists()
 
 
-def test_what_each_pass_overwrites_is_left_out_once_that_is_known() -> None:
-    model = Recurrent()
-    state = begun(model)
-    assert state.state_dict() == {}
-    model(torch.ones(2, 4))
-    assert state.state_dict().keys() == {"hidden", "attention"}
-    model.eval()(torch.ones(2, 4))
-    assert state.state_dict().keys() == {"hidden", "attention"}
-    for _ in range(3):
-        assert state.state_dict().keys() == {"hidden", "attention"}
-        model.train()(torch.ones(2, 4))
-    assert not model._forward_hooks
-    assert state.state_dict().keys() == {"hidden"}
-    model.hidden = None
-    assert state.state_dict() == {}
+def test_a_resume_names_attributes_that_change(tmp_path: Path) -> None:
+    train(tmp_path, Recurrent, stop=4)
+    names = r"model\.count and model\.hidden"
+    with pytest.warns(UserWarning, match=f"changes attributes that no checkpoint holds: {names}; if later batches"):
+        train(tmp_path, Recurrent)
 
 
-def test_what_a_text_begins_without_is_not_left_out() -> None:
-    model = Recurrent()
-    state = begun(model)
-    model(torch.ones(2, 4))
-    state.state_dict()
-    for _ in range(2):
-        model.hidden = None
-        model(torch.ones(2, 4))
-    model(torch.ones(2, 4))
-    assert state.state_dict().keys() == {"hidden"}
-
-
-def test_what_is_read_later_is_saved_again() -> None:
-    class Reading(Recurrent):
-        reads = False
+def test_values_that_no_checkpoint_holds_are_left_alone(tmp_path: Path) -> None:
+    class Odd(Spiking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+            self.nested = torch.nested.nested_tensor([torch.ones(2)])
+            self.items: list[Any] = []
+            self.items.append(self.items)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            before = self.attention if self.reads else torch.zeros(())
-            return super().forward(x) + before.detach()
-
-    model = Reading()
-    state = begun(model)
-    model(torch.ones(2, 4))
-    state.state_dict()
-    for _ in range(3):
-        model(torch.ones(2, 4))
-    assert state.state_dict().keys() == {"hidden"}
-    model.reads = True
-    for _ in range(3):
-        model(torch.ones(2, 4))
-    assert state.state_dict().keys() == {"hidden", "attention", "reads"}
-
-
-def test_the_watch_ends_with_the_training(tmp_path: Path) -> None:
-    model = WithLoss(Recurrent())
-    args = arguments(tmp_path, max_steps=2, save_strategy="epoch", per_device_train_batch_size=4)
-    Trainer(model, args, samples()).train()
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-
-
-def test_numbers_are_left_out_where_they_may_speak_of_the_structure() -> None:
-    """Such as the flag of installed hooks: set without them, they would never be installed."""
-
-    class Changing(Queue):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.position == 1 and self.changes == "hook":
-                self.layer.register_forward_hook(lambda *given: None)
-            if self.position == 1 and self.changes == "module":
-                self.layer = nn.Sequential(self.layer)
-            if self.position == 1 and self.changes == "object":
-                self.cache = object()
+            self.sparse = self.sparse * 2
             return super().forward(x)
 
-        changes = "nothing"
-
-    for changes in ("nothing", "hook", "module", "object"):
-        model = Changing()
-        state = begun(model)
-        model.changes = changes
-        for _ in range(2):
-            model(torch.ones(2, 4))
-        names = {"position", "decay", "changes"} if changes == "nothing" else set()
-        assert state.state_dict().keys() == names, changes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(tmp_path, Odd, stop=4)
+    (carried,) = read_carried(tmp_path / "run" / "checkpoint-4")
+    assert carried["buffers"].keys() == {"model.membrane"}
 
 
-def test_a_view_of_a_weight_goes_with_the_weight() -> None:
-    model = nn.Linear(4, 4)
-    model.view = model.weight.detach()[0]
-    state = begun(model)
-    with torch.no_grad():
-        model.weight.add_(1)
-    assert state.state_dict() == {}
+def test_batches_of_another_size_begin_as_the_model_was_made(tmp_path: Path) -> None:
+    train(tmp_path, Spiking, stop=4)
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    with pytest.warns(UserWarning, match=r"begins without the state that the checkpoint holds for model\.membrane"):
+        train(tmp_path, Spiking, **changes)
+    train(tmp_path / "queue", Queue, stop=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path / "queue", Queue, **changes)
 
 
-def test_tensors_keep_their_place() -> None:
-    model, other = Spiking(), Spiking()
-    model.membrane = torch.ones(2, 4)
-    other.membrane, state = torch.zeros(2, 4), begun(model)
-    view = other.membrane[0]
-    model.membrane += 1
-    begun(other).load_state_dict(state.state_dict())
-    assert other.membrane.eq(2).all()
-    assert view.eq(2).all()
+def test_a_generator_of_another_kind_is_a_warning(tmp_path: Path) -> None:
+    class Other(Drawing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = torch.Generator()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)
+            return out
+
+    train(tmp_path, Drawing, stop=4)
+    with pytest.warns(UserWarning, match=r"begins without the state that the checkpoint holds for model\.other"):
+        train(tmp_path, Other)
 
 
-def test_what_the_model_does_not_take_is_a_warning() -> None:
-    class Holder(nn.Module):
-        generator: Any = None
-
-    model = Holder()
-    model.generator = torch.Generator()
-    with pytest.warns(UserWarning, match="does not take up the state that the checkpoint holds for generator and gone"):
-        begun(model).load_state_dict({"generator": torch.zeros(3), "gone.hidden": torch.zeros(1)})
+def test_a_buffer_keeps_its_memory(tmp_path: Path) -> None:
+    train(tmp_path, Queue, stop=4)
+    model = Queue()
+    view = model.memory[0]
+    train(tmp_path, lambda: model)
+    assert view.data_ptr() == model.memory.data_ptr()
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
@@ -333,11 +285,9 @@ def test_each_rank_goes_on_with_its_own(kind: type[nn.Module], tmp_path: Path) -
 
 
 @pytest.mark.distributed
-def test_other_ranks_than_before_begin_without_what_differs(tmp_path: Path) -> None:
-    on_ranks(2, on_each_rank, str(tmp_path / "hidden"), Recurrent, 4)
-    on_ranks(2, on_each_rank, str(tmp_path / "alike"), Drawing, 4)
-    with pytest.warns(UserWarning, match=r"each of 2 processes had a state of its own for model\.\w+"):
-        train(tmp_path / "hidden", Recurrent)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(tmp_path / "alike", Drawing)
+def test_other_ranks_than_before_begin_without_it(tmp_path: Path) -> None:
+    on_ranks(2, on_each_rank, str(tmp_path), Spiking, 4)
+    with pytest.warns(
+        UserWarning, match=r"each of 2 processes had a state of its own for model\.membrane of the model"
+    ):
+        train(tmp_path, Spiking)

@@ -3,98 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdRef
 
-from trainer_kit.checkpoint.format.safetensors_writer import address
-from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried
+from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
+from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried, read_trainer
+from trainer_kit.data.run_length import RunLength
 from trainer_kit.loss.outside_modules import outside_modules
-from trainer_kit.strategies.base import Strategy
+from trainer_kit.run import Run
+from trainer_kit.utils.fingerprint import fingerprints
 from trainer_kit.utils.generators import (
     is_generator,
     is_global_generator,
     set_state_of_generator,
     state_of_generator,
 )
-from trainer_kit.utils.pytree import flatten_state, map_tensors, tensors
+from trainer_kit.utils.pytree import flatten_state, map_tensors
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
-from trainer_kit.utils.vectors import as_vector
 
 _OF_TORCH = {*vars(nn.Module())}
-_PLAIN = (type(None), bool, int, float, str)
-_PASSES = 3
-"""Number of passes that are watched: one alone may be the first of a text, which begins without the state."""
-_LONGEST = 100
-"""Most entries of a list or dict that counts as state: a longer one is a history."""
-
-
-class _Place(NamedTuple):
-    """Where a module keeps something.
-
-    Attributes:
-        module: The module.
-        attribute: Name of the attribute.
-        holder: The module's dict that has it: that of buffers, or of plain attributes.
-    """
-
-    module: nn.Module
-    attribute: str
-    holder: dict[str, Any]
-
-    @property
-    def value(self) -> Any:
-        return self.holder.get(self.attribute)
-
-    @property
-    def is_buffer(self) -> bool:
-        return self.holder is self.module._buffers
-
-
-@dataclasses.dataclass(eq=False)
-class _Version:
-    """A tensor and the number of its changes; it is kept, so that no other one gets its identity."""
-
-    tensor: torch.Tensor
-    number: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Version) and self.tensor is other.tensor and self.number == other.number
+_RESTORED = _BUFFERS, _GENERATORS = "buffers", "generators"
 
 
 class CarriedState:
     """State that a model, and modules of `compute_loss`, carry from batch to batch outside of the model's `state_dict`.
 
-    It consists of what has changed since `begin`: non-persistent buffers, random generators, and attributes that are
-    numbers, strings, tensors, or short lists, tuples and dicts of them (the hidden state of a recurrent network, the
-    position in a queue).
+    It consists of the buffers that it lacks, and of random generators in attributes, if they have changed since
+    training began: a spiking network's membrane, a memory bank. A buffer that only the first step has changed is a
+    cache, which another start computes for its own settings.
 
-    - A tensor that each forward pass overwrites without reading it, such as attention weights kept to be looked at, is
-      left out: the first training passes after a `state_dict` show which.
-    - Numbers and strings are left out if the model has replaced a module or added a hook or an object, which no state
-      holds: they may say so, and the code would rely on it ("hooks are installed").
+    Attributes that are tensors or numbers may be such state too, or flags and caches that belong to this process. So
+    they are not restored; a warning of the resume names those that change.
 
     Args:
-        model: The user's model.
+        run: The run.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._outside: Sequence[nn.Module] = ()
-        self._watches = False
-        self._before: dict[str, Any] = {}
-        self._structure: list[Any] = []
-        self._read, self._overwritten = set[str](), set[str]()
-        self._watch: _Watch | None = None
+        self._start, self._before = 0, dict[str, Any]()
+        self._first: tuple[int, dict[str, Any]] | None = None  # step and notes after the first step
 
     def begin(self, compute_loss: Callable[..., Any] | None) -> None:
         """Note what there is before a checkpoint is loaded and before the first step; the model is on its device.
@@ -102,238 +57,148 @@ class CarriedState:
         Args:
             compute_loss: The user's function, in whose modules outside of the model persistent buffers count too.
         """
-        self._outside = outside_modules(compute_loss, self._model)
-        # What `compute_loss` reads before it calls the model is not seen.
-        self._watches = compute_loss is None and not _is_compiled(self._model)
-        self._before = {name: _frozen(place.value) for name, place in self._places()}
-        self._structure = self._structure_now()
+        self._outside, self._first = outside_modules(compute_loss, self._run.model), None
+        self._start, self._before = self._run.state.step, self._notes()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has changed by name; empty for most models. Tensors are those of the model."""
-        shared, state = self._memory_of_weights(), dict[str, Any]()
-        unsure, numbers = dict[str, _Place](), dict[str, Any]()
-        changed, keeps_structure = self._changed()
-        for name, place in changed.items():
-            found = [*tensors(place.value)]
-            if is_generator(place.value):
-                state[name] = state_of_generator(place.value)
-            elif not found:
-                numbers[name] = place.value
-            elif not any(address(each) in shared for each in found):  # a view of a weight goes with the weight
-                unsure |= {} if place.is_buffer or name in self._read else {name: place}
-                state |= {} if name in self._overwritten else {name: place.value}
-        if unsure and self._watches and self._watch is None:
-            self._watch = _Watch(self._model, unsure, self._end_watch)
-        return state | (numbers if keeps_structure else {})
+    def own(self) -> dict[str, Any]:
+        """Return this process's state, with the model's own tensors; empty for most models."""
+        step, notes = self._run.state.step, self._notes()
+        if self._first is None and step > self._start:
+            self._first = step, notes
+        first = self._before if self._first is None or step == self._first[0] else self._first[1]
+        changed = {name for name, note in notes.items() if note != self._before.get(name) and note != first.get(name)}
+        buffers = {name: holder[key] for name, holder, key in self._buffers() if name in changed}
+        generators = {
+            name: state_of_generator(each)
+            for name, each in self._attributes()
+            if name in changed and is_generator(each)
+        }
+        # The first step fills caches.
+        attributes = sorted(changed - buffers.keys() - generators.keys()) if first is not self._before else []
+        state = {_BUFFERS: buffers, _GENERATORS: generators, "attributes": attributes}
+        return {kind: values for kind, values in state.items() if values}
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: The state, with tensors on the host.
-            device: Device of tensors that the model does not have yet; None: the host.
-        """
-        places = dict(self._places(with_missing=state))
-        for name, before in self._before.items():  # has changed since the state was taken
-            place = places.get(name)
-            if name not in state and isinstance(before, tuple) and place and _frozen(place.value) is not None:
-                place.holder[place.attribute] = before[0]
-        lost = [name for name in state if name not in places]
-        for name in state.keys() & places.keys():
-            place = places[name]
-            try:
-                if is_generator(place.value):
-                    set_state_of_generator(place.value, state[name])
-                else:
-                    place.holder[place.attribute] = _placed(state[name], place.value, device)
-            except (TypeError, ValueError, RuntimeError, KeyError):
-                lost.append(name)
-        if lost:
-            warn(f"the model does not take up the state that the checkpoint holds for {join_names(sorted(lost))}")
-
-    def gathered(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the state to save: that of each reader, or one if all have the same; empty without any. Collective."""
-        own = self.state_dict()
-        if not strategy.collectives.is_alone:
-            everyones = strategy.collectives.gather_object(map_tensors(lambda each: each.detach().cpu(), own))
-            states = strategy.collectives.once_a_reader(everyones)
-            return {CARRIED_STATE: _without_repetition(states)} if any(states) else {}
+    def gathered(self) -> dict[str, Any]:
+        """Return the states to save: one, or one for each reader if they differ; empty without any. Collective."""
+        own, collectives = self.own(), self._run.strategy.collectives
+        if not collectives.is_alone:
+            bits = collectives.once_a_reader(collectives.gather_object(_bits(own)))
+            if any(each != bits[0] for each in bits):
+                own = map_tensors(lambda each: each.detach().cpu(), own)
+                return {CARRIED_STATE: collectives.once_a_reader(collectives.gather_object(own))}
         return {CARRIED_STATE: [own]} if own else {}
 
-    def load(self, directory: Path, strategy: Strategy) -> None:
-        """Restore this reader's state from a checkpoint."""
-        states, readers = read_carried(directory) or [{}], strategy.collectives.readers
-        if len(states) in (1, readers):
-            self.load_state_dict(states[strategy.collectives.reader if len(states) > 1 else 0], strategy.device)
-            return
-        names = dict.fromkeys(name for state in states for name in state)
-        alike = {name: states[0][name] for name in names if all(_is_alike(name, states[0], each) for each in states)}
-        self.load_state_dict(alike, strategy.device)
-        warn(
-            f"each of {len(states)} processes had a state of its own for {join_names(names.keys() - alike)} of the "
-            f"model, with which {readers} cannot continue; it begins as the model was made"
-        )
+    def load(self, directory: Path, plan: RunLength) -> None:
+        """Restore this reader's state from a checkpoint.
 
-    def close(self) -> None:
-        """Remove what watches the model."""
-        if self._watch is not None:
-            self._watch.close()
+        Args:
+            directory: The checkpoint.
+            plan: The run's plan. If its batches have another size than those of the checkpoint, buffers that have
+                another shape than the model's begin as it was made.
+        """
+        states, collectives = read_carried(directory), self._run.strategy.collectives
+        trainer = read_trainer(directory)
+        assert trainer is not None
+        if len(states) in (1, collectives.readers):
+            now, earlier = plan.state_dict(), trainer["plan"]
+            keeps_batches = all(earlier[name] == now[name] for name in ("processes", "batch_size"))
+            self.load_state(states[collectives.reader if len(states) > 1 else 0], keeps_batches)
+        elif names := {name: None for state in states for kind in _RESTORED for name in state.get(kind, ())}:
+            self._warn(
+                f"each of {len(states)} processes had a state of its own for {join_names(names)} of the model, with "
+                f"which {collectives.readers} cannot continue; it begins as the model was made"
+            )
+
+    def load_state(self, state: Mapping[str, Any], keeps_batches: bool = True) -> None:
+        """Restore what `own` returned, see `load`."""
+        buffers, generators = dict(state.get(_BUFFERS, {})), dict(state.get(_GENERATORS, {}))
+        for name, holder, key in self._buffers():
+            present, value = holder[key], buffers.get(name)
+            if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
+                holder[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
+        for name, each in self._attributes():
+            if name in generators and is_generator(each):
+                with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
+                    set_state_of_generator(each, generators[name])
+                    del generators[name]
+        if lost := [*buffers, *generators]:
+            self._warn(f"the model begins without the state that the checkpoint holds for {join_names(lost)}")
+        if attributes := state.get("attributes"):
+            self._warn(
+                f"training changes attributes that no checkpoint holds: {join_names(attributes)}; if later batches "
+                "depend on them, this resume is not exact: keep them in buffers, or return them from get_extra_state"
+            )
+
+    def _warn(self, message: str) -> None:
+        if self._run.strategy.is_main:
+            warn(message)
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield the modules with their paths, and whether they are outside of the model."""
-        for path, part in self._model.named_modules():
-            yield path, part, False
+        """Yield the modules with prefixes of their names, and whether they are outside of the model."""
+        for path, part in self._run.model.named_modules():
+            yield f"{path}." if path else "", part, False
         for number, module in enumerate(self._outside):
-            for path, part in module.named_modules(prefix=f"compute_loss.{number}"):
-                yield path, part, True
+            for path, part in module.named_modules(prefix=f"compute_loss {number} {type(module).__name__}"):
+                yield f"{path}.", part, True
 
-    def _places(self, with_missing: Mapping[str, Any] | None = None) -> Iterator[tuple[str, _Place]]:
+    def _buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the name of each buffer that `state_dict` lacks, the dict that has it, and its key there."""
         for prefix, part, is_outside in self._parts():
-            path, attributes = f"{prefix}." if prefix else "", vars(part)
-            for name in part._buffers if is_outside else part._non_persistent_buffers_set:
-                yield f"{path}{name}", _Place(part, name, part._buffers)
-            for name in [name for name in attributes if name not in _OF_TORCH]:
-                yield f"{path}{name}", _Place(part, name, attributes)
-            for name in [name for name in with_missing or () if name.rpartition(".")[0] == prefix]:
-                attribute = name.rpartition(".")[2]
-                if attribute not in attributes and attribute not in part._buffers:
-                    yield name, _Place(part, attribute, attributes)
+            for key in list(part._buffers if is_outside else part._non_persistent_buffers_set):
+                yield f"{prefix}{key}", part._buffers, key
 
-    def _memory_of_weights(self) -> set[int]:
-        carried = {id(place.value) for _, place in self._places() if place.is_buffer}
-        kept = [each for _, part, _ in self._parts() for each in (*part._parameters.values(), *part._buffers.values())]
-        plain = [each for each in kept if isinstance(each, torch.Tensor) and type(each) in (nn.Parameter, torch.Tensor)]
-        return {address(each) for each in plain if id(each) not in carried} - {0}
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for prefix, part, _ in self._parts():
+            for key, value in [*vars(part).items()]:
+                if key not in _OF_TORCH and not _is_derived(part, key):
+                    yield f"{prefix}{key}", value
 
-    def _structure_now(self) -> list[Any]:
-        """Return the classes of the modules and the numbers of their hooks."""
-        return [
-            (path, type(part), len(part._forward_hooks), len(part._forward_pre_hooks))
-            for path, part, _ in self._parts()
-            if part is not self._model  # whose hooks come and go
-        ]
-
-    def _changed(self) -> tuple[dict[str, _Place], bool]:
-        """Return what has changed, and whether the model still has the same modules, hooks and objects."""
-        changed, keeps_structure = dict[str, _Place](), self._structure_now() == self._structure
-        for name, place in self._places():
-            before, now = self._before.get(name, (None,)), _frozen(place.value)
-            keeps_structure = keeps_structure and (now is not None or before is None)
-            if now is not None and now != before:
-                changed[name] = place
-        return changed, keeps_structure
-
-    def _end_watch(self, read: set[str], overwritten: set[str]) -> None:
-        self._read |= read
-        self._overwritten = (self._overwritten | overwritten) - read
-        self._watch = None
+    def _notes(self) -> dict[str, Any]:
+        """Return by name what shows a later change of a buffer or an attribute."""
+        notes = {name: _note(value) for name, value in self._attributes()}
+        for name, holder, key in self._buffers():
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
+                if holder.get(key) is not None:
+                    refuse_unstorable(name, holder[key])
+                notes[name] = _note(holder.get(key))
+        return {name: note for name, note in notes.items() if note is not None}
 
 
-class _Watch(TorchFunctionMode):
-    """Watches which tensors of attributes the next forward passes in training mode read.
+def _is_derived(module: nn.Module, key: str) -> bool:
+    """Return whether an attribute is computed from parameters before each pass (weight norm, pruning)."""
+    return any(f"{key}{end}" in module._parameters for end in ("_orig", "_g"))
 
-    Args:
-        model: The model.
-        places: The attributes by name.
-        on_end: Called with the names of those that a pass read, and of those that each pass replaced unread.
+
+def _note(value: Any) -> Any:
+    """Return what shows a later change of a value, without keeping it alive; None for other objects.
+
+    None and a tensor are different, so that a tensor that has replaced None has changed.
     """
-
-    def __init__(self, model: nn.Module, places: Mapping[str, _Place], on_end: Any) -> None:
-        super().__init__()
-        self._places = places
-        self._on_end = on_end
-        self._read, self._replaced = set[str](), {*places}
-        self._sought: dict[int, tuple[torch.Tensor, str]] = {}  # in the current pass
-        self._passes = 0
-        self._handles = [
-            model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end, always_call=True)
-        ]  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if (found := self._sought.get(id(leaf))) is not None:
-                self._read.add(found[1])
-        return func(*args, **(kwargs or {}))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        if model.training and not self._sought:
-            found = [(name, each) for name, place in self._places.items() for each in tensors(place.value)]
-            self._sought = {id(each): (each, name) for name, each in found}
-            if found:
-                self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._sought:
-            return
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        there = {id(each) for place in self._places.values() for each in tensors(place.value)}
-        kept = {name for key, (_, name) in self._sought.items() if key in there}
-        self._replaced &= {name for _, name in self._sought.values()} - kept
-        self._sought = {}
-        self._passes += 1
-        if self._passes == _PASSES:
-            self.close()
-            self._on_end(self._read, self._replaced - self._read)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, in which no mode sees what is read."""
-    return any(
-        getattr(each, "_compiled_call_impl", None) is not None or hasattr(each, "_orig_mod") for each in model.modules()
-    )
-
-
-def _frozen(value: Any) -> Any:
-    """Return what shows a later change of a value; None for one that is not followed.
-
-    Numbers, strings and None are in a tuple.
-    """
-    if type(value) in _PLAIN:
-        return (value,)
-    if type(value) is torch.Tensor:
-        return _Version(value, value._version) if value.layout == torch.strided and not value.is_inference() else None
-    if is_generator(value):
-        return None if is_global_generator(value) else pickle.dumps(state_of_generator(value))
-    if type(value) not in (list, tuple, deque, dict) or len(value) > _LONGEST:
-        return None
-    if isinstance(value, dict):
-        if any(type(key) not in _PLAIN for key in value):
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Parameter) or value.is_inference():
             return None
-        value = [*value.keys(), *value.values()]
-    parts = [None if is_generator(each) else _frozen(each) for each in value]
-    return None if None in parts else parts
+        return "tensor", WeakIdRef(value), value._version
+    if is_generator(value):
+        return None if is_global_generator(value) else _bits(state_of_generator(value))
+    if type(value) in (int, float):
+        return repr(value)
+    if type(value) in (list, tuple) and 0 < len(value) < 10 and all(isinstance(each, torch.Tensor) for each in value):
+        notes = [_note(each) for each in value]
+        return None if None in notes else notes
+    return ("none",) if value is None else None
 
 
-def _placed(value: Any, present: Any, device: torch.device | None) -> Any:
-    """Return a saved value for a place: in the memory of a tensor there that is like it, else on the right device."""
-    if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
-        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view of expanded memory
-            if (value.shape, value.dtype) == (present.shape, present.dtype) and not present.requires_grad:
-                return present.copy_(value)
-        return value.to(present.device)
-    return map_tensors(lambda each: each.to(device), value) if device is not None else value
-
-
-def _without_repetition(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the states; one if they have the same bits."""
-    first, *others = states
-    is_same = all(
-        each.keys() == first.keys() and all(_is_alike(name, first, each) for name in first) for each in others
-    )
-    return [first] if is_same else states
-
-
-def _is_alike(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return name in one and name in other and _bits(one[name]) == _bits(other[name])
+def _placed(value: torch.Tensor, present: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return a saved buffer: in the memory of the present one if that is like it."""
+    if present is None:
+        return value.to(device)
+    if (value.shape, value.dtype) == (present.shape, present.dtype) and (present.is_leaf or not present.requires_grad):
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # expanded memory
+            return present.copy_(value)
+    return value.to(present.device)
 
 
 def _bits(value: Any) -> Any:
     """Return what is equal for values with the same bits."""
     tree, found = flatten_state(value)
-    vectors = {name: as_vector(each).view(torch.uint8).numpy() for name, each in found.items()}
-    return tree, [(name, found[name].shape, found[name].dtype, each.tobytes()) for name, each in vectors.items()]
+    return tree, [(*each.shape, str(each.dtype)) for each in found.values()], fingerprints([*found.values()])

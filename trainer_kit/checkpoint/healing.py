@@ -99,7 +99,7 @@ def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
         "log_means": run.means.state_dict(),
         "resumed_from": checkpoints.resumed_from,
         "trained": trained,
-        "carried": checkpoints.carried.state_dict(),
+        "carried": checkpoints.carried.own(),
         values_name(): split_values(run.strategy.model_state(run.model))[1],
     }
 
@@ -110,7 +110,7 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     run.state.load_state_dict(states["trainer"]["counters"])
     for parameter, is_trained in zip(run.model.parameters(), states["trained"], strict=True):
         parameter.requires_grad_(is_trained)
-    checkpoints.carried.load_state_dict(states["carried"], run.strategy.device)
+    checkpoints.carried.load_state(states["carried"])
     if values := states[values_name()]:
         run.strategy.load_model_state(run.model, values)
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])

@@ -33,6 +33,7 @@ from trainer_kit.checkpoint.format.discovery import first_valid, is_of_run, read
 from trainer_kit.checkpoint.format.disk import make_writable_folder
 from trainer_kit.checkpoint.format.loading import check_weights, load_weights
 from trainer_kit.checkpoint.format.trainer_state import (
+    CARRIED_STATE,
     read_committed,
     read_data_state,
     read_ledger,
@@ -106,7 +107,7 @@ class CheckpointManager:
         self._made: list[Path] = []  # folders that this start created
         self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
-        self.carried = CarriedState(run.model)
+        self.carried = CarriedState(run)
 
     @property
     def plan(self) -> RunLength:
@@ -266,7 +267,6 @@ class CheckpointManager:
 
     def release_folder(self) -> None:
         """Release the folder's lock; remove folders that a refused start created."""
-        self.carried.close()
         self.lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             for each in self._made:
@@ -314,7 +314,6 @@ class CheckpointManager:
         check_weights(run.model, directory)  # before anything is written
         placement = run.strategy.sharding.placement
         optimizer = fitting_optimizer_state(run, directory, placement)
-        self.carried.load(directory, run.strategy)  # before the weights, with which a module may set attributes
         self._load_weights(directory, is_verified=True)
         run.strategy.load_optimizer_state(run.optimizer, optimizer)
         load_scheduler(run, directory)
@@ -323,6 +322,7 @@ class CheckpointManager:
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
         restore_stateful(run, directory)
+        self.carried.load(directory, self.plan)
 
     def _load_weights(self, directory: Path, is_verified: bool) -> None:
         strategy = self.run.strategy
@@ -343,13 +343,13 @@ class CheckpointManager:
             evaluation_is_due: Whether a resume must begin with an interrupted evaluation.
         """
         protect = {each.name for each in (self.resumed_from, self.best) if each is not None}
-        states = self._states_with(evaluation_is_due)
+        states = self._states_with(evaluation_is_due, self.carried.gathered())
         self.saver.begin(model_state, states, self._present_metric(), protect)
 
     def begin_copy(self, model_state: Mapping[str, torch.Tensor], evaluation_is_due: bool = False) -> None:
         """Begin to copy the run to memory, see `PeerCopier.begin` and `begin_save`. Collective."""
         assert self.copier is not None
-        states = self._states_with(evaluation_is_due)
+        states = self._states_with(evaluation_is_due, self.carried.gathered())
         self.copier.begin(model_state, states, self._present_metric())
 
     def _present_metric(self) -> float | None:
@@ -378,7 +378,7 @@ class CheckpointManager:
 
     def check_space(self, model_state: Mapping[str, torch.Tensor]) -> None:
         """Warn if the disk lacks space for the planned checkpoints, see `AsyncSaver.check_space`. Collective."""
-        self.saver.check_space(model_state, self._states_with(False))
+        self.saver.check_space(model_state, self._states_with(False, {CARRIED_STATE: [self.carried.own()]}))
 
     def load_best(self) -> None:
         """Load the best checkpoint's weights into the model; warn if there is none. Collective."""
@@ -392,9 +392,8 @@ class CheckpointManager:
         strategy.session.release_checkpoint_copies()
         logger.info("loaded the best model, %s (%s)", best, self.run.state.best_metric)
 
-    def _states_with(self, evaluation_is_due: bool) -> States:
-        """Take what has to be read on all processes; return a function for the other states. Collective."""
-        optimizer_state, carried = taken_optimizer_state(self.run), self.carried.gathered(self.run.strategy)
+    def _states_with(self, evaluation_is_due: bool, carried: dict[str, Any]) -> States:
+        optimizer_state = taken_optimizer_state(self.run)
         if not (self.run.strategy.is_main or self.run.strategy.sharding.is_active):
             return lambda committed: {"optimizer": optimizer_state()}
         return lambda committed: self.states(committed, optimizer_state(), evaluation_is_due) | carried
