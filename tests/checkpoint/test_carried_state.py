@@ -163,9 +163,11 @@ class Bank(nn.Module):
         super().__init__()
         self.register_buffer("bank", torch.zeros(4))
         self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.norm = nn.BatchNorm1d(4, affine=False)
 
     def forward(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(out + self.bank, labels)
+        normal = self.norm(out) * 0 + self.norm.running_mean  # its version does not show that it changes
+        loss = nn.functional.cross_entropy(out + self.bank + normal, labels)
         self.bank.lerp_(out.detach().mean(0), 0.5)
         self.count += 1
         return loss
@@ -199,11 +201,11 @@ def test_most_models_carry_nothing(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / f"checkpoint-{step}" / "state" / "carried.json").exists()
 
 
-def test_a_resume_names_attributes_that_change(tmp_path: Path) -> None:
+def test_a_resume_names_attributes_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, Recurrent, stop=4)
-    names = r"model\.count and model\.hidden"
-    with pytest.warns(UserWarning, match=f"changes attributes that no checkpoint holds: {names}; if later batches"):
-        train(tmp_path, Recurrent)
+    train(tmp_path, Recurrent, log_level="info")
+    (message,) = {each.getMessage() for each in caplog.records if "training changes" in each.getMessage()}
+    assert "attributes that no checkpoint holds: model.count and model.hidden; if later batches" in message
 
 
 def test_values_that_no_checkpoint_holds_are_left_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,42 @@ def test_a_module_may_register_a_buffer_in_the_pass() -> None:
         del model.running_var
     assert set(model.state_dict()) == set(nn.BatchNorm1d(2).state_dict())
     assert model.running_mean.tolist() == [0, 0]  # type: ignore[union-attr]
+
+
+def test_hooks_and_the_flag_of_their_installation_go_together() -> None:
+    """transformers' models install hooks that capture outputs in the first pass, and set a flag then."""
+
+    class Installing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.installed = nn.Linear(2, 2), False
+            self.captured: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.installed:
+                self.layer.register_forward_hook(lambda *given: self.captured.append(given))
+                self.installed, self.layer = True, nn.Sequential(self.layer)
+            out: torch.Tensor = self.layer(x)
+            return out
+
+    model = Installing()
+    layer = model.layer
+    for _ in range(2):
+        with state_aside(model):
+            model(torch.ones(1, 2))
+            assert len(model.captured) == 1
+        assert (model.layer, model.installed, model.captured, len(layer._forward_hooks)) == (layer, False, [], 0)
+
+
+def test_what_a_hook_fills_is_what_the_module_reads() -> None:
+    model, found = nn.Sequential(nn.Linear(2, 2)), dict[str, Any]()
+    model.found = found
+    model[0].register_forward_hook(lambda *given: found.update(out=given))
+    with state_aside(model):
+        model(torch.ones(1, 2))
+        assert model.found.keys() == {"out"}
+    assert model.found is found
+    assert found == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from trainer_kit.utils.pytree import flatten_state, map_tensors
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 
+logger = logging.getLogger("trainer_kit")
+
 _OF_TORCH = {*vars(nn.Module())}
 _RESTORED = _BUFFERS, _GENERATORS = "buffers", "generators"
 
@@ -39,7 +42,7 @@ class CarriedState:
     cache, which another start computes for its own settings.
 
     Attributes that are tensors or numbers may be such state too, or flags and caches that belong to this process. So
-    they are not restored; a warning of the resume names those that change.
+    they are not restored; the log of a resume names those that change.
 
     Args:
         run: The run.
@@ -67,7 +70,7 @@ class CarriedState:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
         changed = {name for name, note in notes.items() if note != self._before.get(name) and note != first.get(name)}
-        buffers = {name: holder[key] for name, holder, key in self._buffers() if name in changed}
+        buffers = {name: part._buffers[key] for name, part, key in self._buffers() if name in changed}
         generators = {
             name: state_of_generator(each)
             for name, each in self._attributes()
@@ -112,10 +115,10 @@ class CarriedState:
     def load_state(self, state: Mapping[str, Any], keeps_batches: bool = True) -> None:
         """Restore what `own` returned, see `load`."""
         buffers, generators = dict(state.get(_BUFFERS, {})), dict(state.get(_GENERATORS, {}))
-        for name, holder, key in self._buffers():
-            present, value = holder[key], buffers.get(name)
+        for name, part, key in self._buffers():
+            present, value = part._buffers.get(key), buffers.get(name)
             if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
-                holder[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
+                part._buffers[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
         for name, each in self._attributes():
             if name in generators and is_generator(each):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
@@ -124,9 +127,10 @@ class CarriedState:
         if lost := [*buffers, *generators]:
             self._warn(f"the model begins without the state that the checkpoint holds for {join_names(lost)}")
         if attributes := state.get("attributes"):
-            self._warn(
-                f"training changes attributes that no checkpoint holds: {join_names(attributes)}; if later batches "
-                "depend on them, this resume is not exact: keep them in buffers, or return them from get_extra_state"
+            logger.info(  # they may be kept to be looked at alone
+                "training changes attributes that no checkpoint holds: %s; if later batches depend on them, this "
+                "resume is not exact: keep them in buffers, or return them from get_extra_state",
+                join_names(attributes),
             )
 
     def _warn(self, message: str) -> None:
@@ -141,11 +145,11 @@ class CarriedState:
             for path, part in module.named_modules(prefix=f"compute_loss {number} {type(module).__name__}"):
                 yield f"{path}.", part, True
 
-    def _buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield the name of each buffer that `state_dict` lacks, the dict that has it, and its key there."""
+    def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield the name of each buffer that the model's `state_dict` lacks, its module, and its name there."""
         for prefix, part, is_outside in self._parts():
-            for key in list(part._buffers if is_outside else part._non_persistent_buffers_set):
-                yield f"{prefix}{key}", part._buffers, key
+            for key in sorted(part._buffers if is_outside else part._non_persistent_buffers_set):
+                yield f"{prefix}{key}", part, key
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for prefix, part, _ in self._parts():
@@ -156,11 +160,16 @@ class CarriedState:
     def _notes(self) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""
         notes = {name: _note(value) for name, value in self._attributes()}
-        for name, holder, key in self._buffers():
+        for name, part, key in self._buffers():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
-                if holder.get(key) is not None:
-                    refuse_unstorable(name, holder[key])
-                notes[name] = _note(holder.get(key))
+                value = part._buffers.get(key)
+                if value is not None:
+                    refuse_unstorable(name, value)
+                # Batch norms do not count their changes as versions; those of the model are in its `state_dict`.
+                if value is not None and key not in part._non_persistent_buffers_set:
+                    notes[name] = fingerprints([value]), value.shape
+                else:
+                    notes[name] = _note(value)
         return {name: note for name, note in notes.items() if note is not None}
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer_kit.utils.generators import is_generator
+from trainer_kit.utils.generators import is_generator, set_state_of_generator, state_of_generator
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
 @contextlib.contextmanager
@@ -39,50 +42,66 @@ def _has_own_train(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def state_aside(model: torch.nn.Module) -> Iterator[None]:
-    """Replace what passes may change in a model by copies, and restore the originals on exit.
+    """Restore on exit what passes may have changed in a model; buffers are copies in the meantime.
 
-    Copied are buffers, and tensors, arrays and random generators that modules hold as attributes, also in lists, tuples
-    and dicts. Parameters and other objects are not; an attribute that is set gets its former object back.
+    That is what its modules hold: buffers, other tensors, arrays and random generators with their contents, also in
+    lists, tuples, sets and dicts; numbers and other objects in attributes; hooks and modules, since attributes may say
+    that they are there. Parameters and other objects keep what has changed in them.
     """
-    kept: list[tuple[Any, dict[str, Any]]] = []
+    buffers = [(module._buffers, dict(module._buffers.items())) for module in model.modules()]
+    undo: list[Callable[[], object]] = []
+    seen = {id(registry) for registry, _ in buffers}
     for module in model.modules():
-        kept.append((module._buffers, dict(module._buffers.items())))
-        kept.append((vars(module), {name: value for name, value in vars(module).items() if name not in _OF_TORCH}))
-    copies: dict[int, Any] = {}
+        _remember(vars(module), undo, seen)
+    copies: dict[int, torch.Tensor] = {}
     try:
-        for holder, before in kept:
-            for name, value in before.items():
-                holder[name] = _copied(value, copies)
+        for registry, before in buffers:
+            for name, buffer in before.items():
+                if buffer is not None:  # not all kernels count their changes in its version
+                    registry[name] = copies.setdefault(id(buffer), buffer.clone())
         yield
     finally:
-        for holder, before in kept:
-            for name in set(holder.keys()).difference(before, _OF_TORCH):
-                del holder[name]
-            for name, value in before.items():
-                holder[name] = value
+        for registry, before in buffers:
+            for name in {*registry.keys()} - before.keys():
+                del registry[name]
+            for name, buffer in before.items():
+                registry[name] = buffer
+        for each in undo:
+            each()
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of a module's state; `copies` has those made already, by the identity of the original."""
-    if id(value) in copies:
-        return copies[id(value)]
-    kind, result = type(value), value
+def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int]) -> None:
+    """Add to `undo` what restores the contents of a value; `seen` has the identities of those before."""
+    if id(value) in seen or isinstance(value, torch.nn.Parameter):
+        return
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        result = value if isinstance(value, torch.nn.Parameter) else value.clone()
+        if not value.is_inference():
+            undo.append(partial(_refill, value, value._version, value.detach().clone()))
     elif is_generator(value):
-        result = copy.deepcopy(value)
-    elif kind in (set, np.ndarray):
-        result = copy.copy(value)
-    elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        items = [_copied(item, copies) for item in value]
-        result = kind(items) if kind is tuple else kind(*items)
-    elif kind in _CONTAINERS:
-        result = copies[id(value)] = copy.copy(value)
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            result[key] = _copied(item, copies)
-    copies[id(value)] = result
-    return result
+        undo.append(partial(set_state_of_generator, value, state_of_generator(value)))
+    elif isinstance(value, np.ndarray):
+        undo.append(partial(np.copyto, value, value.copy()))
+    elif type(value) in _CONTAINERS or isinstance(value, tuple):
+        if not isinstance(value, tuple):
+            undo.append(partial(_reset, value, copy.copy(value)))
+        for each in [*value.values()] if isinstance(value, dict) else value:
+            _remember(each, undo, seen)
 
 
-_OF_TORCH = vars(torch.nn.Module()).keys()
-_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter)
+def _refill(tensor: torch.Tensor, version: int, content: torch.Tensor) -> None:
+    if tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(content)
+
+
+def _reset(holder: Any, before: Any) -> None:
+    """Restore the entries of a dict, list, deque or set, if they are others now."""
+    if _entries(holder) != _entries(before):
+        holder.clear()
+        (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
+
+
+def _entries(holder: Any) -> list[tuple[Any, int]]:
+    """Return keys and identities of the entries, in order."""
+    return [(key, id(each)) for key, each in (holder.items() if isinstance(holder, dict) else enumerate(holder))]
