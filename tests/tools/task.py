@@ -97,7 +97,7 @@ class Net(torch.nn.Module):
             x = x * self.random_number()
         if WAY == "system":
             x = x * torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8).reshape(x.shape)
-        if WAY == "buffer":
+        if WAY == "counter":
             self.calls += 1
             x = x[:, :4].repeat(1, 2) + self.calls * x
         if WAY == "unsaved cache" and not hasattr(self, "ones"):

@@ -22,11 +22,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="starts are fork
         ("order", False, "batch", "data order", "samples that the straight run had elsewhere"),
         ("stream noise", False, "batch", "dataset randomness", "train_dataset.noise is a generator"),
         ("clock", False, "batch", "dataset randomness", "read the clock"),
-        ("generator", True, "loss", "RNG", "model.generator is a generator"),
         ("global generator", True, "loss", "RNG", "the script's noise is a generator"),
         ("hidden generator", True, "loss", "RNG", "cannot be seen from outside"),
         ("unseeded generator", False, "loss", "RNG", "model.generator is a generator"),
-        ("buffer", True, "loss", "an object without state", "the buffer calls of the model"),
         ("callback", True, "hyperparameters", "a callback or object without state", "callback Decay.factor has"),
         ("stops later", True, "end", "a callback or object without state", "callback Stop.left has"),
         ("wrong state", True, "states", "a state that does not come back", "callback Counts"),
@@ -47,6 +45,14 @@ def test_a_cause_is_told(way: str, resumed: bool, part: str, cause: str, told: s
     assert shown.startswith("diverged: ")
     if part in ("batch", "model"):  # tensors: both values were written down
         assert "elements, by at most" in result.amount
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("way", ["generator", "counter"])
+def test_generators_and_buffers_of_a_model_come_back(way: str) -> None:
+    result = verified(way)
+    assert result.difference is None, describe(result, "again")
+    assert result.resumed_from is not None
 
 
 @pytest.mark.parametrize(
@@ -76,3 +82,20 @@ def test_samples_at_other_places_are_another_order(samples: str, cause: str) -> 
     assert difference is not None
     evidence = Evidence(difference, straight, straight, found, found, restored_at=None, is_reproducible=True)
     assert find_cause(evidence).name == cause
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_named() -> None:
+    """One that only the first step sets, as a cache, from the batch."""
+
+    def line(number: int, loss: str, calls: str) -> Line:
+        parts = {"batch": {"x": "a"}, "unsaved": {"calls": calls}, "loss": {"loss": loss}}
+        return Line(number, parts, {"samples": {}, "attributes": {}})
+
+    straight = {1: line(1, "1", "first"), 2: line(2, "2", "first")}
+    found = {1: line(1, "1", "none"), 2: line(2, "3", "second")}
+    difference = first_difference(straight[2], found[2])
+    assert difference is not None
+    evidence = Evidence(difference, straight, straight, straight, found, restored_at=1, is_reproducible=True)
+    cause = find_cause(evidence)
+    assert cause.name == "an object without state"
+    assert "the buffer calls of the model, which is not saved, has another value after the resume" in cause.reason
