@@ -16,6 +16,7 @@ from trainer_kit.utils.generators import (
     set_state_of_generator,
     state_of_generator,
 )
+from trainer_kit.utils.module_modes import state_aside
 from trainer_kit.utils.pytree import flatten_state, unflatten_state
 
 KINDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -51,3 +52,11 @@ def test_the_global_generators() -> None:
         assert is_generator(each)
         assert is_global_generator(each)
     assert not is_generator(torch.ones(1))
+
+
+def test_the_generator_of_the_system_has_no_state() -> None:
+    model = torch.nn.Linear(1, 1)
+    model.system = random.SystemRandom()
+    assert not is_generator(model.system)
+    with state_aside(model):
+        model.system.random()

@@ -90,7 +90,7 @@ def _generators(owners: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
             if len(seen) > _MOST:
                 return
             if is_generator(value):
-                if not (isinstance(value, random.SystemRandom) or is_global_generator(value)):
+                if not is_global_generator(value):
                     yield xxh3_64_intdigest(path.encode(errors="replace")), value
             else:
                 below += [(f"{path}/{name}", part) for name, part in _parts(value)]

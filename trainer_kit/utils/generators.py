@@ -10,8 +10,9 @@ import torch
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether an object is a random generator."""
-    return isinstance(value, (random.Random, torch.Generator, np.random.RandomState, np.random.Generator))
+    """Return whether an object is a random generator with a state, which the system's does not have."""
+    kinds = (random.Random, torch.Generator, np.random.RandomState, np.random.Generator)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def is_global_generator(generator: Any) -> bool:
