@@ -11,7 +11,6 @@ import torch
 from trainer_kit.accelerator.tracking import TrackerHost
 from trainer_kit.accelerator.utils.other import save
 from trainer_kit.checkpoint.format.export import refuse_pickles, save_model_folder
-from trainer_kit.checkpoint.format.model_values import split_values
 
 
 class ModelSaving(TrackerHost):
@@ -33,9 +32,10 @@ class ModelSaving(TrackerHost):
         state = self.strategy.sharding.collect_on_main(self.strategy.model_state(model))
         if self.strategy.sharding.is_active and not self.is_main_process:
             return {}
-        tensors, values = split_values(state)
-        whole = {name: detached.setdefault(id(value), value.detach()) for name, value in tensors.items()}
-        return {name: whole.get(name, values.get(name)) for name in state}
+        return {
+            name: detached.setdefault(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object with `torch.save` on the main process, atomically and readable without XLA.

@@ -100,6 +100,8 @@ class CarriedState:
                 another shape than the model's begin as it was made.
         """
         states, collectives = read_carried(directory), self._run.strategy.collectives
+        if not states:
+            return
         trainer = read_trainer(directory)
         assert trainer is not None
         if len(states) in (1, collectives.readers):

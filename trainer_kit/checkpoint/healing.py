@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer_kit.checkpoint.format.model_values import split_values, values_name
+from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
 from trainer_kit.checkpoint.manager import CheckpointManager
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.regroup import Regroupable
@@ -99,7 +100,7 @@ def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
         "log_means": run.means.state_dict(),
         "resumed_from": checkpoints.resumed_from,
         "trained": trained,
-        "carried": checkpoints.carried.own(),
+        CARRIED_STATE: checkpoints.carried.own(),
         values_name(): split_values(run.strategy.model_state(run.model))[1],
     }
 
@@ -110,7 +111,7 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     run.state.load_state_dict(states["trainer"]["counters"])
     for parameter, is_trained in zip(run.model.parameters(), states["trained"], strict=True):
         parameter.requires_grad_(is_trained)
-    checkpoints.carried.load_state(states["carried"])
+    checkpoints.carried.load_state(states[CARRIED_STATE])
     if values := states[values_name()]:
         run.strategy.load_model_state(run.model, values)
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
+from trainer_kit.loss.batch import has_columns
 from trainer_kit.loss.means import LoggedValue, Sums, add_sums, read_sums, sum_values
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.pytree import keys, map_tensors, tensors
@@ -314,7 +314,7 @@ def main_input(module: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         name = getattr(module, "main_input_name", "input_ids")
         return batch[name] if name in batch else batch[keys(batch)[0]]
-    return batch[0] if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else batch
+    return batch[0] if has_columns(batch) else batch
 
 
 def predictions_in(output: Any) -> Any:

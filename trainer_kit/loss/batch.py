@@ -86,6 +86,11 @@ def samples_of(batch: Any) -> int:
     return rows
 
 
+def has_columns(batch: Any) -> bool:
+    """Return whether a batch is a tuple or list of columns; a `PackedSequence`, which is a tuple, is one value."""
+    return isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
+
+
 def labels_of(batch: Any) -> torch.Tensor | None:
     """Return the labels of a batch; None if it has none.
 
@@ -96,7 +101,7 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     if type(batch) is dict and "labels" in batch and batch["labels"] is not None:
         labels = batch["labels"]
     elif isinstance(batch, (tuple, list)):
-        labels = batch[_label_place(batch)] if len(batch) > 1 and not isinstance(batch, PackedSequence) else None
+        labels = batch[_label_place(batch)] if has_columns(batch) and len(batch) > 1 else None
     else:
         name = _label_name(batch)
         labels = None if name is None else _entry(batch, name)
@@ -138,7 +143,7 @@ def _default_targets(batch: Any, label_columns: Sequence[str]) -> Any:
 def _nested_labels(batch: Any) -> Any:
     """Return labels that are no tensor, such as the targets of detection models or of several tasks; None without."""
     if isinstance(batch, (tuple, list)):
-        labels = batch[_label_place(batch)] if len(batch) > 1 and not isinstance(batch, PackedSequence) else ()
+        labels = batch[_label_place(batch)] if has_columns(batch) and len(batch) > 1 else ()
         is_mappings = isinstance(labels, (tuple, list)) and all(isinstance(each, Mapping) for each in labels)
         is_nested = is_mappings or any(True for _ in tensors(labels))
     else:

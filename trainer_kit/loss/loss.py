@@ -13,10 +13,9 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, shape_of, with_labels
+from trainer_kit.loss.batch import IGNORED, has_columns, is_whole, labels_of, shape_of, with_labels
 from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
 from trainer_kit.loss.label_smoothing import smoothed_loss
@@ -282,7 +281,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     """
     if type(batch) is dict or isinstance(batch, Mapping):  # the first is far quicker
         return model(**batch)
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+    if has_columns(batch):
         return model(*batch)
     return model(batch)
 

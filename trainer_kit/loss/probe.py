@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from trainer_kit.loss.batch import IGNORED, is_whole, labels_of, samples_of, shape_of, with_labels
+from trainer_kit.loss.batch import IGNORED, has_columns, is_whole, labels_of, samples_of, shape_of, with_labels
 from trainer_kit.loss.loss import Loss, columns_of
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.module_modes import state_aside
@@ -207,8 +206,7 @@ def _check_columns(module: torch.nn.Module, batch: Any) -> None:
         if isinstance(batch, Mapping):
             signature.bind(**batch)
         else:
-            is_columns = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
-            signature.bind(*(batch if is_columns else (batch,)))
+            signature.bind(*(batch if has_columns(batch) else (batch,)))
     except TypeError as error:
         raise ValueError(
             f"{model_class(module).__name__}.forward{signature} cannot be called with a batch, which is "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER
+from trainer_kit.checkpoint.format.model_values import split_values
 from trainer_kit.checkpoint.format.safetensors_reader import Source
 from trainer_kit.checkpoint.format.safetensors_writer import storage_key
 from trainer_kit.utils.module_modes import evaluating
@@ -98,7 +99,7 @@ def split_state(
     model: torch.nn.Module, state: Tensors, base: set[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Tensors]]:
     """Return the entries of a model's state that neither its adapters' files nor `base` have, and those files."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors, _ = split_values(state)
     files = adapter_tensors(model, tensors)
     absent = base | _held_names(files, tensors)
     return {name: tensor for name, tensor in state.items() if name not in absent}, files
@@ -106,8 +107,7 @@ def split_state(
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
     """Return the names of the parameters below a model's adapters that are not trained, and of their quantization."""
-    state = without_wrappers(model).state_dict(keep_vars=True)
-    state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    state, _ = split_values(without_wrappers(model).state_dict(keep_vars=True))
     held = _held_names(adapter_tensors(model, state), state)
     frozen = {
         name
