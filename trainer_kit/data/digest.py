@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64
 
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 _MARSHAL = 2
 """The version whose bytes depend on values only, not on the identity of strings."""
@@ -95,7 +95,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     try:
         return np.ascontiguousarray(tensor.detach().numpy()).data
     except TypeError:  # a dtype that numpy lacks
-        return as_vector(tensor.detach()).view(torch.uint8).numpy().data
+        return as_bytes(tensor).numpy().data
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:

@@ -16,7 +16,7 @@ from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.utils.foreach import copy_all
 from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 T = TypeVar("T")
 
@@ -236,7 +236,7 @@ def take_from_main(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     for piece in pieces(by_size, tensor_bytes):
         sizes = [tensor_bytes(tensor) for tensor in piece]
         if is_source:
-            packed = torch.cat([as_vector(tensor.detach()).view(torch.uint8) for tensor in piece])
+            packed = torch.cat([*map(as_bytes, piece)])
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8, device=piece[0].device)
         dist.broadcast(packed, source)

@@ -12,3 +12,8 @@ def as_vector(tensor: torch.Tensor) -> torch.Tensor:
     """
     vector = tensor.contiguous().reshape(-1)
     return vector if vector.stride(0) == 1 else vector.as_strided(vector.shape, (1,))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a strided tensor as a vector of uint8, without a copy if the tensor is contiguous."""
+    return as_vector(tensor.detach()).view(torch.uint8)

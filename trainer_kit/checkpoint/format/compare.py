@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.format.manifest import ARGUMENTS_NAME, STATE_FOLDER,
 from trainer_kit.checkpoint.format.safetensors_reader import Source, load_tensor, sources
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.pytree import plain_values
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 _OF_TENSORS = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _PIECE = 2**22  # elements of a tensor compared at a time
@@ -137,7 +137,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each element, in rows."""
-    return as_vector(tensor)[:, None].view(torch.uint8)
+    return as_bytes(tensor).view(tensor.numel(), tensor.element_size())
 
 
 def _measure(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:

@@ -28,7 +28,7 @@ from trainer_kit.utils.box import Part, Placement, unsharded
 from trainer_kit.utils.own_loading import EXTRA_STATE, prefixes_of_own_loading
 from trainer_kit.utils.pytree import repeated_dimensions
 from trainer_kit.utils.units import join_names
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 from trainer_kit.utils.wrappers import model_class, without_wrappers
 
 Tensors = Mapping[str, torch.Tensor]
@@ -189,7 +189,7 @@ def _fill_repeated(tensor: torch.Tensor, values: torch.Tensor, name: str, checkp
     once, first = tensor, values
     for dimension in repeated_dimensions(tensor):
         once, first = once.narrow(dimension, 0, 1), first.narrow(dimension, 0, 1)
-    same_bits = torch.equal(*(as_vector(each).view(torch.uint8) for each in (first.expand_as(values), values)))
+    same_bits = torch.equal(as_bytes(first.expand_as(values)), as_bytes(values))
     if not same_bits:
         raise ValueError(
             f"{name!r} repeats one value in memory (expand), but {checkpoint} holds values that differ; give the model "

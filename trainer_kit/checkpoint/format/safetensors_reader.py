@@ -21,7 +21,7 @@ from trainer_kit.checkpoint.format.safetensors_writer import AS_REAL, COMPLEX, D
 from trainer_kit.errors import CheckpointError, UnreadableError
 from trainer_kit.utils.box import Box, Part
 from trainer_kit.utils.units import join_names
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _AS_COMPLEX = {real: dtype for dtype, real in AS_REAL.items()}
@@ -325,7 +325,7 @@ def _targets(tensor: torch.Tensor, entry: TensorEntry, box: Box) -> Iterator[tup
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     assert tensor.is_contiguous(), "what is read would end up in a copy"
-    return as_vector(tensor.detach()).view(torch.uint8).numpy()
+    return as_bytes(tensor).numpy()
 
 
 def _jobs(targets: Iterable[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:

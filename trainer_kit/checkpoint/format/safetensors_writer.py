@@ -14,7 +14,7 @@ import torch
 from trainer_kit.checkpoint.format.disk import fsync_directory, make_folders, write_file, write_json
 from trainer_kit.checkpoint.format.manifest import FileEntry
 from trainer_kit.utils.units import parse_size
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
@@ -270,7 +270,7 @@ def _header(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, list[str]
 def bytes_of(tensor: torch.Tensor, to_host: ToHost) -> memoryview:
     """Return a tensor's bytes on the host, without a copy if it is contiguous there."""
     host = to_host(tensor).detach().resolve_conj().resolve_neg()
-    content: memoryview = as_vector(host).view(torch.uint8).numpy().data
+    content: memoryview = as_bytes(host).numpy().data
     return content
 
 

@@ -18,7 +18,7 @@ from trainer_kit.strategies.fsdp.placement import box_at, part_at
 from trainer_kit.strategies.process_group import failed_to_communicate
 from trainer_kit.utils.box import Box
 from trainer_kit.utils.units import format_size
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 BUNDLE_BYTES = 2**23
 """Bytes that an owner receives in one round; a larger tensor travels alone."""
@@ -101,7 +101,7 @@ class ShardCollector:
         for owner, sizes in self._sends(bundles).items():
             begin = start
             for number, size in zip(self._numbers(bundles[owner], self._rank, owner), sizes, strict=True):
-                part = as_vector(self._parts[number]).view(torch.uint8)
+                part = as_bytes(self._parts[number])
                 self._sent[start : start + size].copy_(part)
                 start += size
             operations.append(dist.P2POp(dist.isend, self._sent[begin:start], owner, self._group))

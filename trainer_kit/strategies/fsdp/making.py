@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.utils.rng import generators_kept
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 ModelInit = Callable[[], nn.Module]
 
@@ -64,7 +64,7 @@ def is_same(left: torch.Tensor, right: torch.Tensor | None) -> bool:
     """Return whether two tensors have values, the same bit for bit."""
     if right is None or left.is_meta or right.is_meta or left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(*(as_vector(each).view(torch.uint8) for each in (left, right)))
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
 @contextlib.contextmanager

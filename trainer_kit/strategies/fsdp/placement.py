@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from trainer_kit.strategies.ddp_module import pieces, tensor_bytes
 from trainer_kit.utils.box import Box
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 
 def box_of(tensor: DTensor) -> Box:
@@ -94,7 +94,7 @@ def fill_from_main(tensors: Mapping[str, torch.Tensor], values: Mapping[str, tor
     for names in pieces(tensors, lambda name: tensor_bytes(tensors[name])):
         sizes = [tensor_bytes(tensors[name]) for name in names]
         if is_main:
-            packed = torch.cat([as_vector(values[name].detach().cpu()).view(torch.uint8) for name in names])
+            packed = torch.cat([as_bytes(values[name].cpu()) for name in names])
         else:
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
         if not is_alone:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer_kit.utils.vectors import as_vector
+from trainer_kit.utils.vectors import as_bytes
 
 GENERATOR = "generator "
 """Prefix of a random generator's mark."""
@@ -104,7 +104,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach()
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     host = dense.resolve_conj().resolve_neg().cpu()
-    return as_vector(host).view(torch.uint8).numpy().data
+    return as_bytes(host).numpy().data
 
 
 def _checksum(data: bytes | memoryview) -> str:
