@@ -199,6 +199,6 @@ def test_what_cannot_be_sharded(given: dict[str, Any], shards: int, world_size: 
 
 def test_a_parameter_that_cannot_be_sharded() -> None:
     model = Blocks()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="'scale' has no dimensions"):
+    model.scale = nn.Parameter(torch.ones(2).to_sparse())
+    with pytest.raises(ValueError, match="'scale' is sparse"):
         estimate(model, arguments(), BATCH, fsdp=2)

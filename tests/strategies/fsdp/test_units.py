@@ -222,11 +222,6 @@ def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (
-            lambda: with_parameter(torch.tensor(1.0)),
-            "'blocks.1.scale' has no dimensions, so it cannot be sharded; make",
-        ),
-        (lambda: with_parameter(torch.tensor(1.0), requires_grad=False), "'blocks.1.scale' has no dimensions"),
         (lambda: with_parameter(torch.ones(2, 2).to_sparse()), "'blocks.1.scale' is sparse (sparse_coo)"),
         (lambda: Model(nn.LazyLinear(4)), "'blocks.0.weight' of a lazy module has no shape yet; pass a batch through"),
         (lambda: Model(nn.Embedding(4, 4, sparse=True)), "'blocks.0' has sparse gradients, which cannot be sharded"),
@@ -239,7 +234,7 @@ def with_parameter(value: torch.Tensor, **kwargs: bool) -> nn.Module:
             "the root unit trains 'first.weight' in float32 and 'blocks.0.inner.weight' in float64; cast one of them",
         ),
     ],
-    ids=["scalar", "frozen scalar", "sparse", "lazy", "sparse gradients", "dtypes", "dtypes of the root"],
+    ids=["sparse", "lazy", "sparse gradients", "dtypes", "dtypes of the root"],
 )
 def test_what_cannot_be_sharded_is_refused(make: Callable[[], nn.Module], sentence: str) -> None:
     model = make()
@@ -254,6 +249,12 @@ def one_process() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), torch.tensor(1.0).double(), torch.zeros(0, 2).bfloat16()])
+def test_what_is_not_divided_is_not_checked(value: torch.Tensor) -> None:
+    model = with_parameter(value)
+    check_units(model, find_units(model))
 
 
 def test_a_dtensor_is_refused() -> None:

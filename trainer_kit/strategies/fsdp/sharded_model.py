@@ -22,6 +22,7 @@ from trainer_kit.strategies.fsdp.making import fixed_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
 from trainer_kit.strategies.fsdp.tensor_parallel import Place, SplitModules, on_whole_mesh
 from trainer_kit.strategies.fsdp.units import Unit
+from trainer_kit.strategies.fsdp.whole_parameters import WholeParameters
 from trainer_kit.utils.pytree import map_tensors, tensors
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.tied_parameters import names_by_parameter, tie_again
@@ -65,14 +66,17 @@ class ShardedModel:
         for parameter in originals.values():
             if not parameter.is_contiguous():  # fully_shard takes no other
                 parameter.data = parameter.data.contiguous()
-        self._split = None
+        shards: DeviceMesh = options["mesh"]
+        whole, self._split = shards, None
         if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
-            self._split = SplitModules(module, places, mesh["tensor"])
-        for unit in reversed(units):  # inner units come before those around them
-            fully_shard(unit.module, **options)
-        fully_shard(module, **options)
-        if self._split is not None and mesh is not None:
-            on_whole_mesh(module, mesh)
+            whole, self._split = mesh, SplitModules(module, places, mesh["tensor"])
+        undivided = WholeParameters(module, whole, [shards.get_group(axis) for axis in range(shards.ndim)])
+        with undivided.aside(device):
+            for unit in reversed(units):  # inner units come before those around them
+                fully_shard(unit.module, **options)
+            fully_shard(module, **options)
+        if self._split is not None:
+            on_whole_mesh(module, whole)
         self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         for each in self._units:
             # The loss contract sums gradients. A divisor other than 1 would become a reduction that gloo lacks and
@@ -88,6 +92,7 @@ class ShardedModel:
             for each in self._units:  # before anything holds the parts
                 each.unshard()
                 each.reshard()
+        undivided.show_plain()
         now = dict(module.named_parameters())
         self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
         self._named = now
@@ -153,12 +158,12 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Enclose forward passes that gather nothing."""
+        """Enclose forward passes that neither gather nor free anything."""
         hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in self._units]
         for each in self._units:
-            state = each._get_fsdp_state()
-            each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, state)
-            each._forward_hooks = _hooks_of_others(each._forward_hooks, state)
+            owners = (each._get_fsdp_state(), self)
+            each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, owners)
+            each._forward_hooks = _hooks_of_others(each._forward_hooks, owners)
         try:
             with contextlib.nullcontext() if self._split is None else self._split.without_hooks():
                 yield
@@ -173,8 +178,10 @@ class ShardedModel:
             self.reshard()
 
 
-def _hooks_of_others(hooks: Mapping[int, Any], owner: Any) -> OrderedDict[int, Any]:
-    return OrderedDict((number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) is not owner)
+def _hooks_of_others(hooks: Mapping[int, Any], owners: Sequence[Any]) -> OrderedDict[int, Any]:
+    return OrderedDict(
+        (number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) not in owners
+    )
 
 
 def _take_initial_values(

@@ -65,7 +65,7 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
         units: Its units, without the root unit.
 
     Raises:
-        ValueError: If a parameter is lazy, sparse, without dimensions or a DTensor; if gradients are sparse; or
+        ValueError: If a parameter is lazy, sparse or a DTensor; if gradients are sparse; or
             if the trained parameters of one unit, the root unit included, have several dtypes.
     """
     for module_name, module in model.named_modules():
@@ -78,7 +78,7 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
     for parameter, places in _places(model, names).items():
         ((unit, name),) = places.items()
         _check_parameter(name, parameter)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or stays_whole(parameter):
             continue
         other, dtype = first.setdefault(unit, (name, parameter.dtype))
         if dtype != parameter.dtype:
@@ -87,6 +87,11 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
                 f"{_name(parameter.dtype)}; cast one of them, or name the modules of one dtype (such as adapters) in "
                 "units"
             )
+
+
+def stays_whole(parameter: torch.Tensor) -> bool:
+    """Return whether each process holds the whole parameter, which `fully_shard` could not divide."""
+    return parameter.ndim == 0 or not parameter.numel()
 
 
 def unit_sizes(model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -194,8 +199,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{name!r} of a lazy module has no shape yet; pass a batch through the model first")
     if parameter.layout is not torch.strided:
         raise ValueError(f"{name!r} is sparse ({_name(parameter.layout)}), which cannot be sharded; make it dense")
-    if parameter.ndim == 0:
-        raise ValueError(f"{name!r} has no dimensions, so it cannot be sharded; make it of shape [1]")
 
 
 def _nbytes(module: nn.Module) -> int:
