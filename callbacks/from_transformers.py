@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,10 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
     The hooks get transformers' arguments: args, state and control, and as keywords model, processing_class, optimizer,
     lr_scheduler, train_dataloader and eval_dataloader (both None), logs and metrics. The args are an instance of
     transformers' `TrainingArguments`; setting a field changes the run's arguments. The state's `total_flos` is
-    transformers' estimate, without padding: 6 operations per token and parameter. Flags set in the control become
-    requests to the loop. `on_prediction_step` and `on_push_begin` are never called. A callback that sets
-    `should_epoch_stop` raises an error.
+    transformers' estimate, without padding: 6 operations per token and parameter. The control's flags are requests to
+    the loop: those of what is due are set, and a hook may set or clear them. Numbers that a hook adds to logs or to
+    metrics are kept, but `metric_for_best_model` cannot name them. `on_prediction_step` and `on_push_begin` are never
+    called. A callback that sets `should_epoch_stop` raises an error.
 
     Args:
         callback: An instance, or a class that needs no arguments.
@@ -67,7 +69,7 @@ class _Adapter(Callback):
     Therefore the adapter copies the best metric into the state after each `on_evaluate`.
     """
 
-    priority = 100
+    priority = 90  # before those that show the numbers that it adds
 
     def __init__(self, callback: TrainerCallback) -> None:
         from transformers import TrainerControl, TrainerState
@@ -104,11 +106,11 @@ class _Adapter(Callback):
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._log(run, metrics)
-        self._call("on_evaluate", run, metrics=dict(metrics))
+        self._call_with_numbers("on_evaluate", run, "metrics", metrics, epoch=run.state.epochs)
         self._set_best(run.state)
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._call("on_predict", run, metrics=dict(metrics))
+        self._call_with_numbers("on_predict", run, "metrics", metrics)
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._set_best(run.state)
@@ -148,10 +150,19 @@ class _Adapter(Callback):
         return getattr(type(self.callback), hook) is not getattr(TrainerCallback, hook)
 
     def _log(self, run: Run, values: dict[str, Any]) -> None:
-        logs = {name: value for name, value in values.items() if name != "step"}
-        logs["epoch"] = run.state.epochs
+        logs = {name: value for name, value in values.items() if name != "step"} | {"epoch": run.state.epochs}
         self._state.log_history.append({**logs, "step": run.state.step})
-        self._call("on_log", run, logs=logs)
+        self._call_with_numbers("on_log", run, "logs", values, epoch=run.state.epochs)
+
+    def _call_with_numbers(self, hook: str, run: Run, keyword: str, values: dict[str, Any], **others: Any) -> None:
+        """Call a hook with numbers, and keep those that it adds or changes."""
+        given = {name: value for name, value in values.items() if name != "step"} | others
+        found = dict(given)
+        event: dict[str, Any] = {keyword: found}
+        self._call(hook, run, **event)
+        for name, value in found.items():
+            if isinstance(value, numbers.Real) and value is not given.get(name):
+                values[name] = value
 
     def _set_best(self, counters: TrainState) -> None:
         self._state.best_metric, self._state.best_global_step = counters.best_metric, counters.best_step

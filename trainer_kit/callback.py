@@ -30,7 +30,9 @@ class Callback:
 
     Hooks take the `Run` and are called on every process. Callbacks with a lower `priority` are called first; those
     with the same priority are called in the order of the list. A callback requests an action by
-    `run.requests.log|evaluate|save|stop = True`; the loop serves requests at the end of the step.
+    `run.requests.log|evaluate|save|stop = True`; the loop serves requests at the end of the step. Records and
+    evaluations that are due are requested before `on_step_end` and `on_epoch_end`; False, set there on all processes,
+    withdraws one.
     """
 
     priority: int = 0

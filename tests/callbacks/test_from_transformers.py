@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,8 @@ def test_all_hooks_and_what_they_are_given(make_run: Callable[..., Run], take_st
         assert kwargs["train_dataloader"] is None
         assert kwargs["eval_dataloader"] is None
         assert ("logs" in kwargs) == (event == "on_log")
-        assert kwargs.get("metrics") == {"on_evaluate": {"eval_loss": 0.5}, "on_predict": {"test_loss": 0.25}}.get(
-            event
-        )
+        metrics = {"on_evaluate": {"eval_loss": 0.5, "epoch": 0.6}, "on_predict": {"test_loss": 0.25}}
+        assert kwargs.get("metrics") == metrics.get(event)
     state = callback.state
     assert (state.max_steps, state.num_train_epochs, state.epoch, state.is_world_process_zero) == (10, 2, 0.6, True)
     assert (state.best_metric, state.best_global_step) == (0.5, 3)
@@ -143,6 +143,23 @@ def test_what_others_ask_for_is_seen_and_stays(make_run: Callable[..., Run]) -> 
     run.requests.save = False
     adapter.on_step_end(run)
     assert not callback.control.should_save
+
+
+def test_numbers_that_it_adds_are_kept(make_run: Callable[..., Run]) -> None:
+    class Adds(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            logs |= {"perplexity": math.exp(logs["loss"]), "text": "none"}
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            metrics["eval_loss"] = metrics["eval_loss"] * 2
+
+    run, adapter = make_run(), from_transformers(Adds)
+    record: dict[str, Any] = {"step": 3, "epoch": 0.6, "loss": 0.0}
+    adapter.on_log(run, record)
+    assert record == {"step": 3, "epoch": 0.6, "loss": 0.0, "perplexity": 1.0}
+    metrics: dict[str, Any] = {"eval_loss": 0.5, "loss": 0.0}
+    adapter.on_evaluate(run, metrics)
+    assert metrics == {"eval_loss": 1.0, "loss": 0.0, "perplexity": 1.0}
 
 
 def test_leaving_an_epoch_is_refused(make_run: Callable[..., Run]) -> None:

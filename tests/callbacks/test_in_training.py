@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.datasets import points
+from kit.models import Linear
 from kit.ranks import on_ranks
+from kit.trainer import arguments
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -292,6 +295,29 @@ def test_a_plan_expects_a_metric_of_a_callback(tmp_path: Path) -> None:
     assert found.problems == ()
     assert [each for each in found.warnings if "'eval_score' is not among what an evaluation gives; a callback" in each]
     assert trainer(tmp_path, metric_for_best_model="score").plan().problems
+
+
+def test_a_callback_of_transformers_sees_what_is_due_and_may_clear_it(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    due: list[tuple[int, bool, bool, bool]] = []
+
+    class Late(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            due.append((state.global_step, control.should_log, control.should_evaluate, control.should_save))
+            if state.global_step < 4:
+                control.should_log = control.should_evaluate = control.should_save = False
+
+    args = arguments(
+        tmp_path, max_steps=5, logging_steps=2, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, report_to="jsonl",
+    )  # fmt: skip
+    Trainer(Linear(), args, points(), points(4), callbacks=[from_transformers(Late)]).train()
+    assert due == [(step, step in (2, 4, 5), step in (2, 4, 5), step in (2, 4)) for step in range(1, 6)]
+    found = [(entry["event"], entry["step"]) for entry in read_log(Path(args.output_dir, "log.jsonl"))]
+    assert [step for event, step in found if event == "log"][:2] == [4, 5]
+    assert [step for event, step in found if event == "evaluate"] == [4, 5]
+    assert [step for event, step in found if event == "save"] == [4, 5]
 
 
 def test_callbacks_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_training_has_a_report(tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "finished" in text
     assert ">Where the time went<" in text
-    assert "last 0 at step 8" in text  # the learning rate
+    assert "last 6.25e-06 at step 8" in text  # the learning rate
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
 
 

@@ -21,7 +21,7 @@ def schedule(**given: Any) -> EventSchedule:
         ("log", {"logging_steps": 4, "logging_first_step": True}, [1, 4, 8, 10]),
         ("log", {"logging_strategy": "epoch", "logging_first_step": True}, [3, 7, 10]),
         ("log", {"logging_strategy": "no"}, []),
-        ("evaluate", {"eval_strategy": "steps", "logging_steps": 4}, [4, 8]),
+        ("evaluate", {"eval_strategy": "steps", "logging_steps": 4}, [4, 8, 10]),
         ("evaluate", {"eval_strategy": "steps", "eval_steps": 5, "logging_steps": 4}, [5, 10]),
         ("evaluate", {"eval_strategy": "epoch"}, [3, 7, 10]),
         ("evaluate", {}, []),

@@ -50,6 +50,24 @@ def test_the_evaluation_before_the_first_step_leaves_a_plateau_schedule_alone(tm
     assert len(schedules) == 3
 
 
+def test_the_evaluation_before_the_first_step_is_not_the_best(tmp_path: Path) -> None:
+    """The learning rate is so high that both steps make the weights worse."""
+    args = arguments(
+        tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, optim="sgd", learning_rate=10.0, max_grad_norm=0, max_steps=2,
+    )  # fmt: skip
+    losses: list[float] = []
+
+    class Watch(Callback):
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            losses.append(metrics["eval_loss"])
+
+    trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Watch()])
+    trainer.train()
+    assert losses[0] < min(losses[1:])
+    assert (trainer.run.state.best_metric, trainer.run.state.best_step) == min(zip(losses[1:], (1, 2), strict=True))
+
+
 class TrainingOnly(Linear):
     """Logs a mean in training, and none in evaluations."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.datasets import points
+from kit.models import Linear
+from kit.trainer import arguments
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from trainer_kit import Run, Strategy, TrainingArguments
+from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
 from trainer_kit.data.build import make_train_loader
 from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import LoaderConfig
@@ -72,3 +76,25 @@ def test_a_group_without_a_learning_rate_needs_a_schedule_that_sets_one() -> Non
         with pytest.raises(ValueError, match=r"optimizer=SGD has a parameter group with lr=None.* AdafactorSchedule"):
             make_run_scheduler(run, plan, given)
     assert make_run_scheduler(run, plan, sets).get_last_lr() == [0.5]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_record_has_the_learning_rate_of_its_step(tmp_path: Path, as_tensor: bool) -> None:
+    class Records(Callback):
+        def __init__(self) -> None:
+            self.used: list[float] = []
+            self.logged: list[float] = []
+
+        def on_pre_optimizer_step(self, run: Run) -> None:
+            assert run.optimizer is not None
+            self.used.append(float(run.optimizer.param_groups[0]["lr"]))
+
+        def on_log(self, run: Run, record: dict[str, Any]) -> None:
+            self.logged.append(record["learning_rate"])
+
+    model, records = Linear(), Records()
+    args = arguments(tmp_path, max_steps=5, warmup_steps=2, learning_rate=0.05, logging_steps=1)
+    rate = torch.tensor(0.05) if as_tensor else 0.05
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    Trainer(model, args, points(), optimizer=optimizer, callbacks=[records]).train()
+    assert records.logged == records.used == pytest.approx([0, 0.025, 0.05, 0.1 / 3, 0.05 / 3])

@@ -155,16 +155,16 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "only at the start": (
         {"eval_strategy": "no", "eval_on_start": True}, "is at step 0: what the last 24 steps give is not evaluated",
     ),
-    "rare evaluations": ({"eval_strategy": "steps", "eval_steps": 30}, "eval_steps=30, but training ends after 24"),
-    "early evaluation": (
-        {"eval_strategy": "steps", "eval_steps": 20}, "the last evaluation is at step 20: what the last 4 steps give",
+    "rare evaluations": (
+        {"eval_strategy": "steps", "eval_steps": 30},
+        "eval_steps=30, but training ends after 24 steps: the only evaluation comes at the end",
     ),
     "no checkpoint": ({"save_strategy": "no"}, "save_strategy='no': no checkpoint is saved"),
     "rare checkpoints": ({"save_strategy": "steps", "save_steps": 30}, "save_steps=30, but training ends after 24"),
-    "no best": (
-        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 30}, "save_strategy='best', but no",
+    "late best": (
+        {"save_strategy": "best", "num_train_epochs": 1, "eval_on_start": True},
+        "saves nothing before the only evaluation",
     ),
-    "late best": ({"save_strategy": "best", "num_train_epochs": 1}, "saves nothing before the only evaluation"),
     "long warmup": ({"warmup_steps": 24}, "warmup_steps=24 is no shorter than training, which takes 24 steps"),
     "no warmup": ({"warmup_steps": 2, "lr_scheduler_type": "constant"}, "lr_scheduler_type='constant' has no warmup"),
     "no rate": ({"learning_rate": 0.0}, "the learning rate is 0 in every step: nothing is learned"),
@@ -185,6 +185,12 @@ def test_it_warns(tmp_path: Path, case: str) -> None:
     found = plan(tmp_path, **changes)
     assert [each for each in found.warnings if sentence in each], found.warnings
     assert found.problems == ()
+
+
+def test_no_evaluation_decides_what_is_best(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="eval_strategy='epoch' has no effect without eval_dataset"):
+        found = plan(tmp_path, save_strategy="best", evaluation=None)
+    assert "save_strategy='best', but no evaluation decides which checkpoint is the best" in found.warnings
 
 
 def test_evaluating_what_is_trained_on(tmp_path: Path) -> None:

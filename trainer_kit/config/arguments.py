@@ -112,9 +112,10 @@ class TrainingArguments(ArgumentSources):
             "no".
         logging_steps: Steps between two records; below 1: as a fraction of all steps.
         logging_first_step: Whether to log step 1 too.
-        eval_strategy: When to evaluate: every `eval_steps` ("steps"), after each "epoch" and at the end, or "no".
+        eval_strategy: When to evaluate: every `eval_steps` ("steps") or after each "epoch", and after the last step, or
+            "no".
         eval_steps: Steps between two evaluations; below 1: as a fraction of all steps; None: `logging_steps`.
-        eval_on_start: Whether to evaluate before the first step too.
+        eval_on_start: Whether to evaluate before the first step too; this result is never the best one.
         label_names: Columns that metrics get as labels, in this order; None: "labels" or "label", or "start_positions"
             and "end_positions". What a loss counts does not depend on it.
         eval_do_concat_batches: Whether `compute_metrics` and `predict` get the batches joined to arrays; False: lists

@@ -69,8 +69,6 @@ class EventSchedule:
 
     def is_due_at_end(self, event: Event) -> bool:
         """Return whether an event is due after the last step, which may be in the middle of an epoch."""
-        if event == "evaluate":
-            return self.is_due_after_epoch(event)
         return _READ[event](self._args)[0] != "no"
 
     @property

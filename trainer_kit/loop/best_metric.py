@@ -77,7 +77,9 @@ class BestMetric:
                 f"metric_for_best_model={self.name!r} is not among the numbers that evaluation and callbacks give: "
                 f"{', '.join(metrics)}"
             )
+        if not run.state.step:  # the evaluation before the first step shows no progress
+            return
         if self.is_chosen:
             self._checkpoints.record_metric(float(value))
-        if by_metric and run.state.step:  # the evaluation before the first step shows no progress
+        if by_metric:
             run.lr_scheduler.step(value)

@@ -209,10 +209,10 @@ class StepMetrics:
         - `loss` (as the loss): Mean over the steps since the last record; left out if none of them had an item.
         - `NAME` (as logged): Mean of a part of the loss, or of what `log_mean("NAME", …)` logged.
         - `grad_norm` (as the gradients): Norm of all gradients of the last step, before clipping.
-        - `learning_rate` (a number): Learning rate of the first group of parameters.
+        - `learning_rate` (a number): Learning rate of the first group of parameters in the last step.
         - `skipped_steps` (steps): Steps so far whose gradients were not finite, so that they changed no weight.
         """
-        state, optimizer = self.run.state, self.run.optimizer
+        state, optimizer, learning_rate = self.run.state, self.run.optimizer, self.run.last_learning_rate
         assert optimizer is not None
         record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
         if state.interval_steps:
@@ -220,7 +220,7 @@ class StepMetrics:
         record |= self.run.means.take()
         if state.grad_norm is not None:
             record["grad_norm"] = state.grad_norm
-        record["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        record["learning_rate"] = float(optimizer.param_groups[0]["lr"] if learning_rate is None else learning_rate)
         if state.skipped_steps:
             record["skipped_steps"] = state.skipped_steps
         state.interval_loss_sum, state.interval_steps = 0.0, 0

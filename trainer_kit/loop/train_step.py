@@ -151,6 +151,7 @@ class TrainStep:
             raise
         run.ledger.enter("loop")
         self.has_changed_weights = True
+        run.last_learning_rate = run.optimizer.param_groups[0]["lr"] * 1  # schedules change a tensor in place
         call("on_optimizer_step", run)
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)

@@ -210,20 +210,20 @@ class TrainingLoop:
         """Record the step, and serve the requests of callbacks and arguments."""
         run, call = self.run, self.events.call
         self._record_step(global_batch)
+        # Before the hooks, whose callbacks may withdraw what is due.
+        requests, schedule, step = run.requests, self._schedule, run.state.step
+        requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
+        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
+        if is_last := step == run.total_steps:
+            self._request(schedule.is_due_at_end)
         call("on_step_end", run)
         if not self._has_checked_step:
             self._check_first_step()
-        requests, schedule, step = run.requests, self._schedule, run.state.step
         if self._regrouping.is_open:
             self._regrouping.look_for_newcomers()
-        requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
-        requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
         if global_batch.closes_epoch:
+            self._request(schedule.is_due_after_epoch)
             call("on_epoch_end", run)
-            self._request(self._schedule.is_due_after_epoch)
-        is_last = run.state.step == run.total_steps
-        if is_last:
-            self._request(self._schedule.is_due_at_end)
         self._step.has_changed_weights = False
         # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
         prefetches = not (global_batch.closes_epoch or is_last)

@@ -104,8 +104,11 @@ def _of_evaluations(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
     run, args = cadence.run, cadence.run.args
     if args.eval_strategy == "no" and not cadence.evaluations:
         yield "eval_dataset is given, but eval_strategy='no': training never evaluates it"
-    elif not cadence.evaluations:
-        yield f"eval_steps={args.eval_steps:,}, but training ends after {steps.last:,} steps: it never evaluates"
+    elif args.eval_strategy == "steps" and steps.last < (interval := args.eval_steps or args.logging_steps):
+        yield (
+            f"eval_steps={interval:,}, but training ends after {steps.last:,} steps: the only evaluation comes "
+            "at the end"
+        )
     elif cadence.evaluations[-1] != steps.last:
         yield (
             f"the last evaluation is at step {cadence.evaluations[-1]:,}: what the last "
@@ -124,10 +127,11 @@ def _of_saves(cadence: Cadence, steps: StepsSection) -> Iterator[str]:
             f"save_steps={args.save_steps:,}, but training ends after {steps.last:,} steps: the only checkpoint comes "
             "at the end"
         )
-    if cadence.schedule.saves_best and not cadence.evaluations:
+    judged = [step for step in cadence.evaluations if step]  # the one before the first step is not
+    if cadence.schedule.saves_best and not judged:
         named = "save_strategy='best'" if args.save_strategy == "best" else "load_best_model_at_end=True"
         yield f"{named}, but no evaluation decides which checkpoint is the best"
-    elif args.save_strategy == "best" and cadence.evaluations[0] == steps.last:
+    elif args.save_strategy == "best" and judged[0] == steps.last:
         yield "save_strategy='best' saves nothing before the only evaluation, at the end: an interrupted run is lost"
 
 
