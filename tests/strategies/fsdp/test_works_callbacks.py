@@ -17,7 +17,7 @@ from trainer_kit.checkpoint import read_state
 
 def throughput(folder: str, strategy: str, compiled: bool | dict[str, Any]) -> dict[str, Any]:
     records = Records()
-    trainer = make_trainer(folder, strategy, [records], torch_compile=compiled)
+    trainer = make_trainer(folder, strategy, [records], torch_compile=compiled, eval_strategy="epoch")
     try:
         with warnings.catch_warnings():  # torch's compiler looks at the gradients of gathered weights
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from kit.architectures import llama, qwen3
+from kit.block_training import Blocks, make_trainer, whole_weights
 from kit.ranks import on_ranks
 from kit.split_training import train_tower
 from kit.token_training import whole
 from scenarios.task import StopAt
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer_kit import FSDP, Callback, Run, Trainer, TrainingArguments
@@ -248,3 +250,30 @@ def test_operations_are_those_of_the_whole_model_once_a_reader(tmp_path: Path, m
     assert expected[0] > 0
     for found in on_ranks(math.prod(mesh.values()), count_flops, str(tmp_path), mesh):
         assert found == pytest.approx(expected)
+
+
+class Direct(Blocks):
+    """Has the layers that are split itself, next to blocks that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 12).double(), nn.Linear(12, 4).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return super().forward(x + self.narrow(torch.tanh(self.wide(x))), labels)
+
+
+def train_direct(folder: str, batch_size: int, mesh: dict[str, int] | None) -> dict[str, torch.Tensor]:
+    plan = {"wide": "colwise", "narrow": "rowwise"}
+    given = {"strategy": FSDP(device="cpu", mesh=mesh, tensor_parallel=plan)} if mesh else {}
+    torch.manual_seed(0)
+    trainer = make_trainer(folder, "auto", model=Direct(), given=given, per_device_train_batch_size=batch_size)
+    trainer.train()
+    return whole_weights(trainer.run.model)
+
+
+@pytest.mark.distributed
+def test_the_model_itself_has_the_split_layers(tmp_path: Path) -> None:
+    expected = train_direct(str(tmp_path), 4, None)
+    for weights in on_ranks(4, train_direct, str(tmp_path), 2, BOTH):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)

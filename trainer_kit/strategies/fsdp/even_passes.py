@@ -52,6 +52,10 @@ class EvenPasses:
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
+    def keep_from_compiler(self) -> None:
+        """Let torch's compiler, which is in memory by now, leave what the processes agree on as it is."""
+        self._agree = torch.compiler.disable(self._agree)  # type: ignore[method-assign]
+
     @contextlib.contextmanager
     def evened(self) -> Iterator[None]:
         """Enclose forward passes without gradients. Collective at its start and end; not reentrant."""

@@ -35,6 +35,10 @@ class JointPasses:
 
         module.register_forward_pre_hook(before, prepend=True)
 
+    def keep_from_compiler(self) -> None:
+        """Let torch's compiler, which is in memory by now, leave the meetings as they are."""
+        self.meet = torch.compiler.disable(self.meet)  # type: ignore[method-assign]
+
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
         """Enclose passes that all processes make."""

@@ -238,6 +238,9 @@ class FSDP(MultiNode):
                 "use fullgraph=False"
             )
         super().compile(model, options)
+        if not self.group.is_alone:
+            self._passes.keep_from_compiler()
+            self._joint.keep_from_compiler()
 
     def release_models(self) -> None:
         super().release_models()
