@@ -425,6 +425,37 @@ def test_each_group_keeps_its_own_peak() -> None:
     assert scheduler.get_last_lr() == pytest.approx([0.75, 0.15])
 
 
+FLOORS = [("polynomial", {"lr_end": 0.01}), ("cosine_with_min_lr", {"min_lr": 0.01})]
+
+
+@pytest.mark.parametrize(("name", "numbers"), FLOORS)
+def test_a_floor_is_that_of_the_default_rate_as_in_transformers(name: str, numbers: dict[str, float]) -> None:
+    def two_groups() -> torch.optim.Optimizer:
+        first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        return torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second]}], lr=PEAK)
+
+    theirs = transformers.get_scheduler(
+        name, two_groups(), num_warmup_steps=0, num_training_steps=6, scheduler_specific_kwargs=numbers
+    )
+    ours = make_scheduler(two_groups(), arguments(lr_scheduler_type=name, lr_scheduler_kwargs=numbers), 6)
+    assert rates(ours, 6) == pytest.approx(rates(theirs, 6), rel=0, abs=1e-12)
+    assert ours.get_last_lr() == pytest.approx([0.1, 0.01])
+
+
+@pytest.mark.parametrize(("name", "numbers"), FLOORS)
+def test_a_floor_stays_where_schedules_are_made_again(name: str, numbers: dict[str, float]) -> None:
+    """Also for a tensor, which a schedule changes in place, and for peaks that a callback has changed."""
+    args = arguments(lr_scheduler_type=name, lr_scheduler_kwargs=numbers)
+    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=torch.tensor(PEAK))
+    for _ in range(2):
+        rates(make_scheduler(optimizer, args, 4), 4)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+    scheduler = make_scheduler(optimizer, args, 4)
+    scheduler.base_lrs = [peak / 2 for peak in scheduler.base_lrs]
+    rates(make_scheduler(optimizer, args, 4), 4)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.005)
+
+
 def test_a_second_schedule_starts_from_the_same_peak() -> None:
     optimizer = sgd()
     args = arguments(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 0.05})
@@ -470,14 +501,22 @@ def test_a_schedule_goes_on_at_any_place_without_a_step_before() -> None:
         ("cosine", {"span": 1}, "has 'span', .* allowed: num_cycles$"),
         ("cosine", {"num_cycles": 0}, "num_cycles=0, which is not allowed; it must be above 0"),
         ("polynomial", {"power": 0}, "power=0, .* above 0"),
-        ("polynomial", {"lr_end": 0.1}, r"lr_end=0\.1, .* at least 0 and below the learning rate 0\.1"),
+        (
+            "polynomial",
+            {"lr_end": 0.1},
+            r"lr_end=0\.1, .* at least 0 and below the optimizer's default learning rate 0\.1",
+        ),
         ("polynomial", {"lr_end": -0.1}, r"lr_end=-0\.1, .* at least 0"),
         ("warmup_stable_decay", {"num_decay_steps": 11}, "num_decay_steps=11, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps=-1, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"num_decay_steps": 2.5}, r"num_decay_steps=2\.5, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1\.5, .* from 0 to 1"),
         ("cosine_with_restarts", {"num_cycles": 0}, "num_cycles=0, .* above 0"),
-        ("cosine_with_min_lr", {"min_lr": 0.2}, r"min_lr=0\.2, .* from 0 to the learning rate 0\.1"),
+        (
+            "cosine_with_min_lr",
+            {"min_lr": 0.2},
+            r"min_lr=0\.2, .* from 0 to the optimizer's default learning rate 0\.1",
+        ),
         ("cosine_with_min_lr", {"min_lr_rate": 1.5}, r"min_lr_rate=1\.5, .* from 0 to 1"),
         ("inverse_sqrt", {"timescale": 0}, "timescale=0, .* above 0"),
         ("one_cycle", {"pct_start": 1.5}, r"pct_start=1\.5, .* from 0 to 1"),

@@ -20,7 +20,7 @@ from trainer_kit.config.optimizer_options import optimizer_options
 from trainer_kit.utils.adafactor import UnscaledAdafactor
 from trainer_kit.utils.closures import needs_closure
 from trainer_kit.utils.layer_decay import decay_by_layer
-from trainer_kit.utils.lr_curves import SCHEDULES, Span
+from trainer_kit.utils.lr_curves import SCHEDULES, Span, peak_of
 from trainer_kit.utils.muon import Muon, split_matrices
 from trainer_kit.utils.pytree import strides_of_copy
 from trainer_kit.utils.schedule_free import schedule_free
@@ -318,7 +318,8 @@ def make_scheduler(
 ) -> Schedule:
     """Make the schedule that `args.lr_scheduler_type` names, to be stepped once after each optimizer step.
 
-    The learning rate of step s (from 0) is the peak, the optimizer's own learning rate, times a factor. The warmup
+    The learning rate of step s (from 0) is the peak, the learning rate of each parameter group, times a factor. In the
+    factor, `peak` is the optimizer's default learning rate, `optimizer.defaults["lr"]`, as in transformers. The warmup
     takes `w = args.warmup_steps` steps, or `ceil(args.warmup_ratio * total)` if that is 0. Its factor is `s / w`. After
     the warmup, `p = (s - w) / (total - w)` goes from 0 to 1, and the factor is:
 
@@ -353,9 +354,7 @@ def make_scheduler(
     allowed = [p.name for p in inspect.signature(schedule).parameters.values() if p.kind is p.KEYWORD_ONLY]
     _check_options(args, allowed)
     warmup = warmup_length(args, total_steps)
-    group = optimizer.param_groups[0]
-    span = Span(total_steps, warmup, float(group.get("initial_lr", group["lr"])))
-    factor = schedule(span, **args.lr_scheduler_kwargs)
+    factor = schedule(Span(total_steps, warmup, peak_of(optimizer)), **args.lr_scheduler_kwargs)
     made = Schedule(optimizer, lambda step: factor(min(step, total_steps)))
     made.go_on_at(place)
     return made

@@ -69,6 +69,22 @@ def test_the_schedule_keeps_the_ratios_and_begins_at_the_head() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.08 * 0.5**n for n in range(5)])
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "muon", "adafactor"])
+def test_a_floor_is_that_of_the_head_also_where_it_is_frozen(optim: str) -> None:
+    args = arguments(
+        Path(), layer_lr_decay=0.5, learning_rate=0.8, optim=optim, lr_scheduler_type="polynomial",
+        lr_scheduler_kwargs={"lr_end": 0.4},
+    )  # fmt: skip
+    model = bert()
+    for head in (model.classifier, model.bert.pooler):
+        head.requires_grad_(False)
+    optimizer = make_optimizer(model, args)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    assert max(peaks) == 0.4
+    make_scheduler(optimizer, args, 10).go_on_at(10)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([peak / 2 for peak in peaks])
+
+
 def test_a_resume_is_exact(tmp_path: Path) -> None:
     samples = [{"input_ids": torch.arange(5) + n % 5, "labels": torch.tensor(n % 2)} for n in range(16)]
 

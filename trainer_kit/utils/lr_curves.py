@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
+
+import torch
 
 Factor = Callable[[int], float]
 """Maps a step to the learning rate's factor."""
 
+_DEFAULT_RATE = "the optimizer's default learning rate"
+
 
 class Span(NamedTuple):
-    """Steps of the run, steps of its warmup, and the peak learning rate."""
+    """Steps of the run, steps of its warmup, and the peak learning rate, to which absolute learning rates refer."""
 
     total: int
     warmup: int
     peak: float
+
+
+def peak_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the optimizer's default learning rate; that of the first parameter group if it has none."""
+    defaults = getattr(optimizer, "defaults", {})
+    rate = defaults.get("lr")
+    if isinstance(rate, torch.Tensor):  # shared with the groups, where a schedule changes it in place
+        defaults["lr"] = rate = rate.clone()
+    if not isinstance(rate, (Real, torch.Tensor)):
+        group = optimizer.param_groups[0]
+        rate = group.get("initial_lr", group["lr"])
+    return float(rate)
 
 
 def _require(holds: bool, name: str, value: float, allowed: str) -> None:
@@ -65,7 +82,7 @@ def _cosine_with_min_lr(
     if (min_lr is None) == (min_lr_rate is None):
         raise ValueError("lr_scheduler_type='cosine_with_min_lr' needs min_lr or min_lr_rate in lr_scheduler_kwargs")
     if min_lr is not None:
-        _require(0 <= min_lr <= span.peak, "min_lr", min_lr, f"from 0 to the learning rate {span.peak}")
+        _require(0 <= min_lr <= span.peak, "min_lr", min_lr, f"from 0 to {_DEFAULT_RATE} {span.peak}")
     end = min_lr / span.peak if min_lr is not None and span.peak else min_lr_rate or 0.0
     _require(0 <= end <= 1, "min_lr_rate", end, "from 0 to 1")
     return _warmup_then(span, lambda p: _cosine_between(1.0, end, 2 * num_cycles * p))
@@ -91,7 +108,7 @@ def _constant_with_warmup(span: Span) -> Factor:
 
 def _polynomial(span: Span, *, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
     _require(power > 0, "power", power, "above 0")
-    _require(0 <= lr_end < span.peak, "lr_end", lr_end, f"at least 0 and below the learning rate {span.peak}")
+    _require(0 <= lr_end < span.peak, "lr_end", lr_end, f"at least 0 and below {_DEFAULT_RATE} {span.peak}")
     end = lr_end / span.peak
     return _warmup_then(span, lambda p: end + (1 - end) * (1 - p) ** power)
 
