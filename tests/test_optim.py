@@ -507,7 +507,12 @@ def test_a_schedule_goes_on_at_any_place_without_a_step_before() -> None:
             r"lr_end=0\.1, .* at least 0 and below the optimizer's default learning rate 0\.1",
         ),
         ("polynomial", {"lr_end": -0.1}, r"lr_end=-0\.1, .* at least 0"),
-        ("warmup_stable_decay", {"num_decay_steps": 11}, "num_decay_steps=11, .* from 0 to 10, whole"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 11},
+            "num_decay_steps=11, .* from 0 to 10, whole: the run has 10 steps and a warmup of 0; lower num_decay_steps "
+            "or the warmup$",
+        ),
         ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps=-1, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"num_decay_steps": 2.5}, r"num_decay_steps=2\.5, .* from 0 to 10, whole"),
         ("warmup_stable_decay", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1\.5, .* from 0 to 1"),

@@ -28,11 +28,21 @@ def _is_interval(value: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
-def _is_dict_of_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
-        for key, item in value.items()
-    )
+def _is_named_number(name: Any, value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(name, str) and is_number and math.isfinite(value)
+
+
+_TEXT_OPTIONS = {
+    "mode": "set greater_is_better instead",
+    **dict.fromkeys(("threshold_mode", "warmup_type", "decay_type"), "leave it out, or give Trainer(lr_scheduler=)"),
+}
+"""What to do about text options that schedules of torch and transformers have."""
+
+
+def _advise_on_numbers(options: dict[Any, Any]) -> str:
+    name, value = next(pair for pair in options.items() if not _is_named_number(*pair))
+    return f", not {name!r}: {value!r}" + (f"; {_TEXT_OPTIONS[name]}" if name in _TEXT_OPTIONS else "")
 
 
 Count = Annotated[int, Rule("a whole number of at least 1", lambda value: value >= 1)]
@@ -64,7 +74,14 @@ MetricInputs = Annotated[
 Lengths = Annotated[
     list[int], Rule("a list of whole numbers of at least 1", lambda value: bool(value) and min(value) >= 1)
 ]
-Numbers = Annotated[dict[str, Any], Rule("a dict of finite numbers by name", _is_dict_of_numbers)]
+Numbers = Annotated[
+    dict[str, Any],
+    Rule(
+        "a dict of finite numbers by name",
+        lambda value: all(map(_is_named_number, value, value.values())),
+        _advise_on_numbers,
+    ),
+]
 OptimizerOptions = Annotated[
     str, Rule("options as 'momentum=0.9,nesterov=true'", lambda value: parse_options(value) is not None)
 ]

@@ -40,10 +40,12 @@ class Rule(NamedTuple):
     Attributes:
         text: Description of the allowed values, including the type; follows "it must be" in messages.
         holds: Test of a value of the right type.
+        advice: Returns what the message adds to `text` for a value that is not allowed; None: nothing.
     """
 
     text: str
     holds: Callable[[Any], bool]
+    advice: Callable[[Any], str] | None = None
 
 
 def check_names(cls: type, names: Iterable[Any], synonyms: Mapping[str, str]) -> None:
@@ -133,7 +135,7 @@ def _read_ruled(value: Any, base: Any, rules: list[Rule]) -> Any:
         raise type(error)(rules[0].text if rules else str(error)) from None
     for rule in rules:
         if not rule.holds(value):
-            raise ValueError(rule.text)
+            raise ValueError(rule.text + ("" if rule.advice is None else rule.advice(value)))
     return value
 
 

@@ -116,7 +116,9 @@ def _polynomial(span: Span, *, lr_end: float = 1e-7, power: float = 1.0) -> Fact
 def _warmup_stable_decay(span: Span, *, num_decay_steps: int | None = None, min_lr_ratio: float = 0.0) -> Factor:
     longest = max(0, span.total - span.warmup)
     decay = min(longest, math.ceil(0.1 * span.total)) if num_decay_steps is None else num_decay_steps
-    _require(isinstance(decay, int) and 0 <= decay <= longest, "num_decay_steps", decay, f"from 0 to {longest}, whole")
+    reason = f"the run has {span.total} steps and a warmup of {span.warmup}; lower num_decay_steps or the warmup"
+    is_allowed = isinstance(decay, int) and 0 <= decay <= longest
+    _require(is_allowed, "num_decay_steps", decay, f"from 0 to {longest}, whole: {reason}")
     _require(0 <= min_lr_ratio <= 1, "min_lr_ratio", min_lr_ratio, "from 0 to 1")
     begin = span.total - decay
 
