@@ -21,7 +21,7 @@ class EarlyStopping(Callback):
 
     Args:
         patience: Evaluations without an improvement after which training ends.
-        min_delta: Change of the metric that an improvement must exceed.
+        min_delta: Change of the metric since the last improvement that an improvement must exceed.
         metric: Name of the metric, with or without `eval_`; None: `args.metric_for_best_model`, else "eval_loss".
         greater_is_better: Whether a greater metric is better; None: as `args.greater_is_better` says if the metric is
             `args.metric_for_best_model`, else true unless the name ends with "loss".

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 from trainer_kit.callbacks import EarlyStopping
 from trainer_kit.run import Run
@@ -41,6 +43,21 @@ def test_when_it_stops(
 ) -> None:
     run = make_run(eval_strategy="epoch")
     assert stops_after(run, EarlyStopping(**options), name, values) == expected
+
+
+def test_small_improvements_add_up_unlike_those_of_transformers(make_run: Callable[..., Run]) -> None:
+    values = [3, 2.75, 2.375, 2.25, 1.75]
+    run = make_run(eval_strategy="epoch")
+    assert stops_after(run, EarlyStopping(patience=2, min_delta=0.5), "eval_loss", values) is None
+    theirs, control = transformers.EarlyStoppingCallback(2, 0.5), transformers.TrainerControl()
+    args: Any = SimpleNamespace(metric_for_best_model="loss", greater_is_better=False)
+    state, seen = transformers.TrainerState(), 0
+    for value in values:
+        theirs.on_evaluate(args, state, control, {"eval_loss": value})
+        state.best_metric, seen = min(value, state.best_metric or math.inf), seen + 1
+        if control.should_training_stop:
+            break
+    assert seen == 3
 
 
 def test_the_arguments_say_which_metric_and_what_is_better(make_run: Callable[..., Run]) -> None:
