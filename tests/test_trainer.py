@@ -224,6 +224,28 @@ def test_train_can_be_called_again(tmp_path: Path) -> None:
     assert second.training_loss != first  # the model goes on from where it is
 
 
+def test_a_second_training_keeps_the_model_and_a_given_optimizer_alone(tmp_path: Path) -> None:
+    begun, optimizers = [], []
+
+    class Watch(Callback):
+        def on_train_begin(self, run: Run) -> None:
+            begun.append({name: value.clone() for name, value in run.model.state_dict().items()})
+            optimizers.append(run.optimizer)
+
+    trainer = Trainer(model_init=Linear, args=arguments(tmp_path), train_dataset=points(), callbacks=[Watch()])
+    trainer.train()
+    trained = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    torch.testing.assert_close(begun[1], trained, rtol=0, atol=0)
+    assert optimizers[0] is not optimizers[1]
+    model = Linear()
+    given = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Trainer(model, arguments(tmp_path), points(), optimizer=given)
+    for steps in (4, 8):
+        trainer.train()
+        assert {int(state["step"]) for state in given.state.values()} == {steps}
+
+
 def test_what_cannot_be_trained_gets_one_sentence(tmp_path: Path) -> None:
     class Detached(Linear):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -202,7 +202,7 @@ class Trainer(ResultMethods):
     # Training
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        """Train the model until the last step.
+        """Train the model until the last step; a second call is a new training of the trained weights.
 
         Args:
             resume_from_checkpoint: True resumes from the newest valid checkpoint in `output_dir`, and starts from the
