@@ -67,7 +67,7 @@ class Callback:
         """Called after each step; `run.local_loss` is this rank's share of its loss, and reading it is slow."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """Called after the last step of an epoch."""
+        """Called after an epoch's last step, before its record, evaluation and save; not if a run ends in mid-epoch."""
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         """Called with each record: step, epoch, loss and every callback's `metrics`. Numbers may be added to it.

@@ -38,6 +38,20 @@ def test_hooks_come_in_the_documented_order(tmp_path: Path) -> None:
     assert calls == ["on_init_end", "on_train_begin", *epoch, *epoch, "on_train_end", "on_exit"]
 
 
+@pytest.mark.parametrize(
+    ("given", "ends"), [({"num_train_epochs": 1.5}, [3]), ({"max_steps": 2}, []), ({"num_train_epochs": 2}, [3, 6])]
+)
+def test_an_epoch_that_a_run_leaves_early_does_not_end(tmp_path: Path, given: dict[str, Any], ends: list[int]) -> None:
+    found: list[int] = []
+
+    class Ends(Callback):
+        def on_epoch_end(self, run: Run) -> None:
+            found.append(run.state.step)
+
+    Trainer(Linear(), arguments(tmp_path, **{"max_steps": -1, **given}), points(), callbacks=[Ends()]).train()
+    assert found == ends
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_end_of_training_has_its_figures_unless_a_signal_ends_it(tmp_path: Path, leaves: bool) -> None:
     found: list[dict[str, Any] | None] = []
