@@ -514,6 +514,11 @@ def test_a_static_evaluation_within_training_is_filled_up_as_the_training_is(tmp
     assert strategy.sizes("training") == strategy.sizes("evaluation") == [4]
 
 
+def test_an_evaluation_never_drops_its_last_batch(tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=4, dataloader_drop_last=True)
+    assert len(trainer.predict(samples(9)).predictions) == 9
+
+
 class TwoTargets(Classifier):
     """Takes a second column of labels, which its loss does not need."""
 
