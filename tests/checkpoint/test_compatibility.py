@@ -14,7 +14,7 @@ from kit.boxes import Reads, cut, rows, rows_of
 from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
-from trainer_kit.checkpoint import take_snapshot, write_checkpoint
+from trainer_kit.checkpoint import take_snapshot, user_states, write_checkpoint
 from trainer_kit.checkpoint.compatibility import default_request, fitting_optimizer_state, report_changes
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.data.sampling import Layout
@@ -109,8 +109,10 @@ def test_a_refusal_leaves_everything_as_it_was(
     [(reordered, r"the optimizer has 'head.bias' where .* has 'first.weight'"), (unnamed, r"parameter 0 is of shape")],
 )
 def test_an_optimizer_of_parameters_in_another_order_is_refused(
-    tmp_path: Path, make: Callable[[Trainer], None], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Trainer], None], message: str
 ) -> None:
+    """Where the checkpoint lacks the model's names, as those of earlier versions do."""
+    monkeypatch.setattr(user_states, "add_model_names", lambda *given: None)
     first = make_trainer(tmp_path, max_steps=2)
     named = [*first.run.model.named_parameters()]
     first.optimizer = torch.optim.AdamW(named if make is reordered else [each for _, each in named], weight_decay=0.0)
@@ -140,7 +142,7 @@ def test_of_a_sharded_parameters_state_only_its_rows_are_read(tmp_path: Path, mo
     optimizer.step()
     states = {"optimizer": optimizer_state(optimizer), "trainer": {"lr_scheduler": "NoneType"}}
     checkpoint = write_checkpoint(tmp_path, take_snapshot(1, {}, states, arguments={}))
-    run: Any = SimpleNamespace(optimizer=optimizer, lr_scheduler=None)
+    run: Any = SimpleNamespace(model=torch.nn.Module(), optimizer=optimizer, lr_scheduler=None)
     reads, held = Reads(monkeypatch), 0
     found = fitting_optimizer_state(run, checkpoint, rows_of(1, 2))
     for number, state in optimizer.state_dict()["state"].items():

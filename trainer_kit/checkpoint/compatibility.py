@@ -24,6 +24,7 @@ from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
 from trainer_kit.utils.box import Placement, unsharded
 from trainer_kit.utils.optimizer_state import described_groups
+from trainer_kit.utils.parameter_order import follow_order
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.units import describe_shares, format_count
 from trainer_kit.utils.user_warnings import warn
@@ -197,7 +198,9 @@ def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory
 
 
 def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = unsharded) -> dict[str, Any]:
-    """Check that the optimizer's state in a checkpoint fits the run, which stays unchanged, and read it.
+    """Check that the optimizer's state in a checkpoint fits the run, and read it.
+
+    The run stays unchanged but for the order of parameters in the optimizer's groups, which becomes the checkpoint's.
 
     Args:
         run: The run, with its optimizer.
@@ -222,6 +225,7 @@ def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = un
             f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
             f"the same parameters frozen and the same weight_decay, or {_ANEW}"
         )
+    follow_order(run.optimizer, run.model, groups, directory)
     for own, group in zip(run.optimizer.param_groups, groups, strict=True):
         names = own.get("param_names") or [None] * len(own["params"])
         for name, other in zip(names, group["params"], strict=True):

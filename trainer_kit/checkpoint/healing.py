@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 from trainer_kit.checkpoint.format.model_values import split_values, values_name
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
 from trainer_kit.checkpoint.manager import CheckpointManager
+from trainer_kit.checkpoint.user_states import taken_optimizer_state
 from trainer_kit.errors import LostProcessError
 from trainer_kit.strategies.regroup import Regroupable
+from trainer_kit.utils.optimizer_state import described_groups
+from trainer_kit.utils.parameter_order import follow_order
 
 
 class Progress(NamedTuple):
@@ -92,8 +95,7 @@ def heal(
 
 def _states(checkpoints: CheckpointManager) -> dict[str, Any]:
     run = checkpoints.run
-    assert run.optimizer is not None
-    states = checkpoints.states(checkpoints.saver.committed, run.strategy.optimizer_state(run.optimizer), False)
+    states = checkpoints.states(checkpoints.saver.committed, taken_optimizer_state(run)(), False)
     trained = [parameter.requires_grad for parameter in run.model.parameters()]
     return states | {
         "metric": checkpoints.metric,
@@ -114,6 +116,7 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.carried.load_state(states[CARRIED_STATE])
     if values := states[values_name()]:
         run.strategy.load_model_state(run.model, values)
+    follow_order(run.optimizer, run.model, described_groups(states["optimizer"]), "the other process")
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
     run.lr_scheduler.load_state_dict(states["lr_scheduler"])
     if run.strategy.precision is not None:

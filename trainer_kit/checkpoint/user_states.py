@@ -17,6 +17,7 @@ from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.parameter_order import add_model_names
 from trainer_kit.utils.pytree import flatten_state
 from trainer_kit.utils.user_warnings import warn
 
@@ -95,7 +96,9 @@ def taken_optimizer_state(run: Run) -> Callable[[], dict[str, Any]]:
     assert run.optimizer is not None
     taken: Future[dict[str, Any]] = Future()
     try:
-        taken.set_result(run.strategy.optimizer_state(run.optimizer))
+        state = run.strategy.optimizer_state(run.optimizer)
+        add_model_names(state, run.optimizer, run.model)
+        taken.set_result(state)
     except Exception as error:
         taken.set_exception(error)
     return taken.result

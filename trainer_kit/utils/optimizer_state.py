@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from trainer_kit.utils.pytree import flatten_state, map_tensors, plain_values, strides_of_copy, tensors
 from trainer_kit.utils.quantized_tensors import from_plain, parts_of, to_plain
 
-_GROUPS = "trainer_kit.groups"
+GROUPS = "trainer_kit.groups"
 """Key of the description of the optimizer's parameters in a saved state."""
+
+MODEL_NAME = "model_name"
+"""Key of the model's own name of a parameter in its description; earlier versions did not write it."""
 
 _PACKAGE = "trainer_kit.package"
 """Key of the package that made a saved state, for optimizers that several packages have under the same name."""
@@ -101,7 +104,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         )
     package = _package(optimizer)
     made_by = {_PACKAGE: package} if package in _PACKAGES else {}
-    return {**state, **made_by, _GROUPS: [_description(group) for group in optimizer.param_groups]}
+    return {**state, **made_by, GROUPS: [_description(group) for group in optimizer.param_groups]}
 
 
 def _package(optimizer: Optimizer) -> str:
@@ -124,12 +127,12 @@ def described_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Returns:
         For each group its "rates" ("lr", and "initial_lr" with a schedule) and its "params", each with "name" (or
-        None), "shape", "dtype" and "strides".
+        None), "shape", "dtype" and "strides", and maybe "model_name".
 
     Raises:
         ValueError: If `saved` was not made by `optimizer_state`.
     """
-    groups = saved.get(_GROUPS)
+    groups = saved.get(GROUPS)
     if not isinstance(groups, list) or not all(_is_description(group) for group in groups):
         raise ValueError("the optimizer's state does not describe its parameters")
     return groups
@@ -142,7 +145,9 @@ def _is_description(group: Any) -> bool:
         and isinstance(group.get("rates"), dict)
         and isinstance(group.get("params"), list)
         and all(
-            isinstance(each, dict) and all(isinstance(each.get(name, 0), kind) for name, kind in kinds.items())
+            isinstance(each, dict)
+            and all(isinstance(each.get(name, 0), kind) for name, kind in kinds.items())
+            and isinstance(each.get(MODEL_NAME), (str, type(None)))
             for each in group["params"]
         )
     )
@@ -183,7 +188,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
     """
     groups = described_groups(saved)
     _check_package(optimizer, saved.get(_PACKAGE))
-    state = {name: value for name, value in saved.items() if name not in (_GROUPS, _PACKAGE)}
+    state = {name: value for name, value in saved.items() if name not in (GROUPS, _PACKAGE)}
     state = _with_own_options(state, optimizer.state_dict())
     before = [(part, part.param_groups, [*part.param_groups]) for part in _with_groups(optimizer)]
     try:

@@ -204,7 +204,7 @@ def resumed(folder: Path, make: Any, dtype: torch.dtype) -> tuple[dict[str, torc
         model = tiny(dtype)
     shard(model).to_empty(device="cpu")
     optimizer = make(model.parameters())
-    run: Any = SimpleNamespace(optimizer=optimizer, lr_scheduler=None)
+    run: Any = SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=None)
     load_weights(model, folder, is_verified=True, placement=placement)
     load_optimizer_state(optimizer, fitting_optimizer_state(run, folder, placement))
     stepped(model, optimizer)
