@@ -215,6 +215,34 @@ def test_objects_move_to_the_device_by_themselves() -> None:
     assert moved[2] == "text"
 
 
+class Fields:
+    """Columns in a dict, as in recbole's Interaction, whose `to` takes the device alone."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self.columns, self.length = columns, len(columns["x"])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def to(self, device: Any, selected: Any = None) -> Fields:
+        return Fields({name: column.to(device) for name, column in self.columns.items()})
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_objects_whose_to_takes_the_device_alone(tmp_path: Any, is_ready: bool) -> None:
+    assert move(Fields({"x": torch.zeros(2)}), torch.device("meta")).columns["x"].is_meta
+    rows = [torch.full((3,), float(number)) for number in range(10)]
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, report_to="none")
+    given: dict[str, Any] = {"train_dataset": rows, "data_collator": lambda each: Fields({"x": torch.stack(each)})}
+    if is_ready:
+        batches = [Fields({"x": torch.stack(rows[place : place + 4])}) for place in (0, 4, 8)]
+        given = {"train_dataset": ReadyBatches(batches)}
+    given["compute_loss"] = lambda model, batch: model(batch.columns["x"]).square().mean()
+    trainer = Trainer(nn.Linear(3, 1), args, strategy=SingleDevice("cpu"), **given)
+    trainer.train()
+    assert (trainer.run.state.step, trainer.run.state.samples) == (3, 10)
+
+
 # A loss that calls the model more than once
 
 

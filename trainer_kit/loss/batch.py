@@ -239,7 +239,7 @@ def samples_in(batch: Any) -> int:
 
     They are the graphs of torch_geometric's batches, the nodes for which its loaders sampled neighbors, the batch size
     of a TensorDict, the sequences of a `PackedSequence`, the length of the labels, of the lists in a tuple (detection),
-    of the first tensor, or of an object with columns of its length (speechbrain's PaddedBatch).
+    of the first tensor, or of an object with columns of its length (speechbrain's PaddedBatch, recbole's Interaction).
 
     Raises:
         ValueError: If nothing shows the number of samples.
@@ -283,9 +283,11 @@ def _own_length(batch: Any) -> int | None:
 
 
 def _lengths(column: Any) -> list[int]:
-    """Return the rows of a column; those of each field of a named tuple, such as padded values with their lengths."""
+    """Return the rows of a column; those of each field of a named tuple (padded values with their lengths) or dict."""
     if hasattr(column, "_fields"):
         return [rows for field in column for rows in _lengths(field)]
+    if isinstance(column, dict):
+        return [rows for each in column.values() for rows in _lengths(each)]
     if isinstance(column, (torch.Tensor, np.ndarray)):
         return [*column.shape[:1]]
     return [len(column)] if isinstance(column, (list, tuple)) else []

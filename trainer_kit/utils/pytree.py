@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import re
@@ -65,8 +67,18 @@ def move(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
         is_named = isinstance(tree, tuple) and hasattr(tree, "_fields")
         return type(tree)(*values) if is_named else type(tree)(values)
     if callable(getattr(tree, "to", None)):
-        return tree.to(device, non_blocking=non_blocking)
+        return tree.to(device, non_blocking=non_blocking) if _takes_non_blocking(tree.__class__) else tree.to(device)
     return map_tensors(lambda tensor: move(tensor, device, non_blocking), tree)
+
+
+@functools.cache
+def _takes_non_blocking(kind: type[Any]) -> bool:
+    """Return whether a class's `to` takes `non_blocking`, which recbole's `Interaction` does not."""
+    try:
+        parameters = inspect.signature(kind.to).parameters
+    except (AttributeError, TypeError, ValueError):  # an attribute of the object, or a function without a signature
+        return True
+    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
