@@ -261,7 +261,21 @@ class Delayed(torch.optim.Optimizer):
                 each.sub_(group["lr"] * last[0])
 
 
-@pytest.mark.parametrize("kind", [Both, Lookahead, Precise, Delayed])
+class Counting(torch.optim.Adam):
+    """Counts its steps in a Python number, of which torch makes a tensor, as geoopt's RiemannianAdam does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                state["step"] = state.get("step", 0) + 1
+                average = state.setdefault("exp_avg", torch.zeros_like(each))
+                average.lerp_(each.grad, 0.1)
+                each.sub_(average, alpha=group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+@pytest.mark.parametrize("kind", [Both, Lookahead, Precise, Delayed, Counting])
 def test_a_training_with_such_an_optimizer_is_resumed(kind: type[Any], tmp_path: Path) -> None:
     def trainer(folder: str, *callbacks: Callback) -> Any:
         made = make_trainer(tmp_path / folder, *callbacks, max_steps=10, save_steps=5)

@@ -243,14 +243,21 @@ def _keep_groups(optimizer: Optimizer, groups: list[dict[str, Any]], dicts: list
 
 
 def _restore_values(saved: Any, loaded: Any) -> None:
-    """Restore strings, which torch's `load_state_dict` replaces by generators, and deques, whose maxlen it drops."""
+    """Restore what torch's `load_state_dict` replaces.
+
+    These are strings (by generators), deques (without their maxlen), and numbers of subclasses of Adam (by tensors).
+    """
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
-            if isinstance(saved[key], str):
+            if isinstance(saved[key], str) or (_is_number(saved[key]) and isinstance(loaded[key], torch.Tensor)):
                 loaded[key] = saved[key]
             elif isinstance(saved[key], deque):
                 loaded[key] = deque(loaded[key], saved[key].maxlen)
             _restore_values(saved[key], loaded[key])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
