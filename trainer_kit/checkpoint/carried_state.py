@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdRef
 
+from trainer_kit.checkpoint.attribute_notes import AttributeNotes, bits_of, note_of_tensor
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried, read_trainer
 from trainer_kit.data.run_length import RunLength
@@ -20,11 +20,10 @@ from trainer_kit.run import Run
 from trainer_kit.utils.fingerprint import fingerprints
 from trainer_kit.utils.generators import (
     is_generator,
-    is_global_generator,
     set_state_of_generator,
     state_of_generator,
 )
-from trainer_kit.utils.pytree import flatten_state, map_tensors
+from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 
@@ -41,8 +40,8 @@ class CarriedState:
     training began: a spiking network's membrane, a memory bank. A buffer that only the first step has changed is a
     cache, which another start computes for its own settings.
 
-    Attributes that are tensors or numbers may be such state too, or flags and caches that belong to this process. So
-    they are not restored; the log of a resume names those that change.
+    Tensors and numbers in attributes, and in the containers and objects there, may be such state too, or flags and
+    caches that belong to this process. So they are not restored; the log of a resume names the attributes that change.
 
     Args:
         run: The run.
@@ -85,7 +84,7 @@ class CarriedState:
         """Return the states to save: one, or one for each reader if they differ; empty without any. Collective."""
         own, collectives = self.own(), self._run.strategy.collectives
         if not collectives.is_alone:
-            bits = collectives.once_a_reader(collectives.gather_object(_bits(own)))
+            bits = collectives.once_a_reader(collectives.gather_object(bits_of(own)))
             if any(each != bits[0] for each in bits):
                 own = map_tensors(lambda each: each.detach().cpu(), own)
                 return {CARRIED_STATE: collectives.once_a_reader(collectives.gather_object(own))}
@@ -161,7 +160,8 @@ class CarriedState:
 
     def _notes(self) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""
-        notes = {name: _note(value) for name, value in self._attributes()}
+        walk = AttributeNotes()
+        notes = {name: walk.note(value) for name, value in self._attributes()}
         for name, part, key in self._buffers():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
                 value = part._buffers.get(key)
@@ -171,32 +171,13 @@ class CarriedState:
                 if value is not None and key not in part._non_persistent_buffers_set:
                     notes[name] = fingerprints([value]), value.shape
                 else:
-                    notes[name] = _note(value)
+                    notes[name] = ("none",) if value is None else note_of_tensor(value)
         return {name: note for name, note in notes.items() if note is not None}
 
 
 def _is_derived(module: nn.Module, key: str) -> bool:
     """Return whether an attribute is computed from parameters before each pass (weight norm, pruning)."""
     return any(f"{key}{end}" in module._parameters for end in ("_orig", "_g"))
-
-
-def _note(value: Any) -> Any:
-    """Return what shows a later change of a value, without keeping it alive; None for other objects.
-
-    None and a tensor are different, so that a tensor that has replaced None has changed.
-    """
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, nn.Parameter) or value.is_inference():
-            return None
-        return "tensor", WeakIdRef(value), value._version
-    if is_generator(value):
-        return None if is_global_generator(value) else _bits(state_of_generator(value))
-    if type(value) in (int, float):
-        return repr(value)
-    if type(value) in (list, tuple) and 0 < len(value) < 10 and all(isinstance(each, torch.Tensor) for each in value):
-        notes = [_note(each) for each in value]
-        return None if None in notes else notes
-    return ("none",) if value is None else None
 
 
 def _placed(value: torch.Tensor, present: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -207,9 +188,3 @@ def _placed(value: torch.Tensor, present: torch.Tensor | None, device: torch.dev
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # expanded memory
             return present.copy_(value)
     return value.to(present.device)
-
-
-def _bits(value: Any) -> Any:
-    """Return what is equal for values with the same bits."""
-    tree, found = flatten_state(value)
-    return tree, [(*each.shape, str(each.dtype)) for each in found.values()], fingerprints([*found.values()])
