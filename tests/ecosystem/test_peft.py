@@ -19,6 +19,7 @@ from kit.adapted_training import (  # noqa: E402
     METHODS,
     adapted,
     base,
+    peft_warnings_ignored,
     rows,
     save_on_ranks,
     train_on_ranks,
@@ -29,7 +30,7 @@ from kit.adapted_training import (  # noqa: E402
 from kit.forked import fork_server  # noqa: E402
 from kit.ranks import RankFailed, on_ranks, try_on_ranks  # noqa: E402
 
-from trainer_kit import Accelerator, load_checkpoint_in_model  # noqa: E402
+from trainer_kit import Accelerator, Callback, Run, load_checkpoint_in_model  # noqa: E402
 from trainer_kit.checkpoint import CheckpointError, verify  # noqa: E402
 from trainer_kit.cli.main import main  # noqa: E402
 
@@ -74,6 +75,45 @@ def test_a_killed_run_resumes_bit_for_bit_and_peft_loads_its_checkpoint(method: 
     other = adapted(method, seed=5)  # another base: the run's own comes from its folder
     load_checkpoint_in_model(other, tmp_path / "killed" / "checkpoint-6")
     assert_equal(whole_state(other), whole_state(model))
+
+
+class Allocates(Callback):
+    """Gives AdaLoRA the call that it needs after each step."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def on_optimizer_step(self, run: Run) -> None:
+        run.model.base_model.update_and_allocate(run.state.step + 1)  # type: ignore[union-attr, operator]
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.last:
+            run.requests.save = run.requests.stop = True
+
+
+@pytest.mark.parametrize("step", [2, 5, 7])
+def test_the_rank_allocator_of_adalora_goes_on(step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first ranks are masked, while they become fewer, and once they stay."""
+
+    def train(name: str, last: int = 0) -> torch.nn.Module:
+        torch.manual_seed(1)
+        config = peft.AdaLoraConfig(
+            task_type="CAUSAL_LM", init_r=4, target_r=2, tinit=2, tfinal=2, total_step=8, target_modules=["q_proj"]
+        )
+        with peft_warnings_ignored():
+            model = peft.get_peft_model(base(), config)
+        made = trainer(model, tmp_path / name, [Allocates(last)], max_steps=8, save_steps=8, log_level="info")
+        made.train(resume_from_checkpoint=True)
+        return model
+
+    expected = train("whole")
+    train("stopped", step)
+    found = train("stopped")
+    assert_equal(whole_state(found), whole_state(expected))
+    ranks = [model.peft_config["default"].rank_pattern for model in (found, expected)]  # type: ignore[union-attr, index]
+    assert ranks[0] == ranks[1]
+    assert any(False in each for each in ranks[0].values())
+    assert "training changes attributes" not in caplog.text
 
 
 def test_checkpoints_hold_adapters_alone_and_the_base_is_written_once(tmp_path: Path) -> None:
@@ -177,7 +217,7 @@ def test_weights_that_the_named_folder_lacks_are_kept(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_that_change_and_buffers_are_saved(tmp_path: Path) -> None:
-    from trainer_kit import Callback, Run
+    from trainer_kit import Callback
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

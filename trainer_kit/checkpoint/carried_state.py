@@ -14,6 +14,7 @@ from torch import nn
 from trainer_kit.checkpoint.attribute_notes import AttributeNotes, bits_of, note_of_tensor
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried, read_trainer
+from trainer_kit.checkpoint.rank_allocators import is_rank_allocator, set_state_of_allocator, state_of_allocator
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.loss.outside_modules import outside_modules
 from trainer_kit.run import Run
@@ -30,15 +31,15 @@ from trainer_kit.utils.user_warnings import warn
 logger = logging.getLogger("trainer_kit")
 
 _OF_TORCH = {*vars(nn.Module())}
-_RESTORED = _BUFFERS, _GENERATORS = "buffers", "generators"
+_RESTORED = _BUFFERS, _GENERATORS, _ALLOCATORS = "buffers", "generators", "rank allocators"
 
 
 class CarriedState:
     """State that a model, and modules of `compute_loss`, carry from batch to batch outside of the model's `state_dict`.
 
-    It consists of the buffers that it lacks, and of random generators in attributes, if they have changed since
-    training began: a spiking network's membrane, a memory bank. A buffer that only the first step has changed is a
-    cache, which another start computes for its own settings.
+    It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks and random generators in attributes,
+    if they have changed since training began: a spiking network's membrane, a memory bank. A buffer that only the
+    first step has changed is a cache, which another start computes for its own settings.
 
     Tensors and numbers in attributes, and in the containers and objects there, may be such state too, or flags and
     caches that belong to this process. So they are not restored; the log of a resume names the attributes that change.
@@ -75,9 +76,13 @@ class CarriedState:
             for name, each in self._attributes()
             if name in changed and is_generator(each)
         }
+        found = {name: state_of_allocator(each) for name, each in self._attributes() if is_rank_allocator(each)}
+        allocators = {name: each for name, each in found.items() if each}
+        if allocators:  # the configuration has the ranks that they keep
+            changed = {name for name in changed if not name.endswith("peft_config")}
         # The first step fills caches.
-        attributes = sorted(changed - buffers.keys() - generators.keys()) if first is not self._before else []
-        state = {_BUFFERS: buffers, _GENERATORS: generators, "attributes": attributes}
+        attributes = changed - buffers.keys() - generators.keys() - found.keys() if first is not self._before else ()
+        state = {_BUFFERS: buffers, _GENERATORS: generators, _ALLOCATORS: allocators, "attributes": sorted(attributes)}
         return {kind: values for kind, values in state.items() if values}
 
     def gathered(self) -> dict[str, Any]:
@@ -115,7 +120,7 @@ class CarriedState:
 
     def load_state(self, state: Mapping[str, Any], keeps_batches: bool = True) -> None:
         """Restore what `own` returned, see `load`."""
-        buffers, generators = dict(state.get(_BUFFERS, {})), dict(state.get(_GENERATORS, {}))
+        buffers, generators, allocators = (dict(state.get(kind, {})) for kind in _RESTORED)
         for name, part, key in self._buffers():
             present, value = part._buffers.get(key), buffers.get(name)
             if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
@@ -125,7 +130,9 @@ class CarriedState:
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
                     set_state_of_generator(each, generators[name])
                     del generators[name]
-        if lost := [*buffers, *generators]:
+            elif name in allocators and is_rank_allocator(each):
+                set_state_of_allocator(each, allocators.pop(name), self._run.strategy.device)
+        if lost := [*buffers, *generators, *allocators]:
             self._warn(f"the model begins without the state that the checkpoint holds for {join_names(lost)}")
         if attributes := state.get("attributes"):
             logger.info(  # they may be kept to be looked at alone
