@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainer_kit.strategies import optimizer_step
-from trainer_kit.strategies.optimizer_step import take_step
+from trainer_kit.strategies.optimizer_step import refuse_sharded, take_step
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=False),
@@ -219,3 +219,11 @@ def test_another_torch_is_called_as_usual(monkeypatch: pytest.MonkeyPatch, scope
             patch.setattr(optimizer_step, name, value)
             take_step(made()[1])
             assert scopes.pop() == "Optimizer.step#SGD.step"
+
+
+def test_only_errors_about_shards_are_explained() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    refuse_sharded(optimizer, RuntimeError("CUDA error: out of memory"))
+    mixed = RuntimeError("got mixed torch.Tensor and DTensor\nmore")
+    with pytest.raises(RuntimeError, match=r"^optimizer=SGD cannot step .*\(got mixed torch.Tensor and DTensor\); use"):
+        refuse_sharded(optimizer, mixed)

@@ -23,7 +23,7 @@ from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.grad_norms import GradientNorms, clip_to_norm
 from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
-from trainer_kit.strategies.optimizer_step import take_step
+from trainer_kit.strategies.optimizer_step import refuse_sharded, take_step
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.strategies.session import Session
@@ -342,7 +342,12 @@ class Strategy:
         elif norms is not None and nonfinite == "stop" and self._can_hold(optimizer):
             judged = self._worst_norm = total if self._worst_norm is None else _larger(self._worst_norm, total)
             norms = GradientNorms(norms.each, norms.total, parameters, held=True)
-        self._take_step(optimizer, judged)
+        try:
+            self._take_step(optimizer, judged)
+        except RuntimeError as error:
+            if self.sharding.is_active:
+                refuse_sharded(optimizer, error)
+            raise
         return norms
 
     def _take_step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | float | None) -> None:

@@ -13,6 +13,8 @@ from trainer_kit.utils.late_compiler import call_as_is
 _GLOBAL_HOOKS = [
     getattr(torch_optimizer, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 ]
+_OF_SHARDS = ("dtensor", "sharding", "sharded", "placement")
+"""Words by which torch's errors about sharded tensors are known."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -40,6 +42,20 @@ def take_step(optimizer: Optimizer) -> None:
         step.__wrapped__(optimizer)
     finally:
         torch.set_grad_enabled(before)
+
+
+def refuse_sharded(optimizer: Optimizer, error: RuntimeError) -> None:
+    """Say what to do if an optimizer's step failed since it computes with all elements of a sharded parameter.
+
+    Raises:
+        RuntimeError: If that is the error's cause.
+    """
+    message = str(error)
+    if any(each in message.lower() for each in _OF_SHARDS):
+        raise RuntimeError(
+            f"optimizer={type(optimizer).__name__} cannot step on sharded parameters ({message.splitlines()[0]}); use "
+            "AdamW, Adam or SGD, or strategy=DDP(), under which each process has all parameters"
+        ) from error
 
 
 def _has_effect(optimizer: Optimizer, hooked: Any, replaced: Any) -> bool:

@@ -22,6 +22,43 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Flat(torch.optim.SGD):
+    """Joins each gradient in one vector, as Prodigy and DAdaptAdam do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.flatten().dot(parameter.grad.flatten())
+
+
+class Scaled(torch.optim.SGD):
+    """Changes the norm of a gradient in place, as Lamb does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad / parameter.grad.norm().clamp_(max=10)
+
+
+def refused(kind: Any, folder: str) -> str:
+    model = Blocks()
+    args = arguments(folder, "fsdp", per_device_train_batch_size=2, max_steps=2)
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [Flat, Scaled])
+def test_a_step_that_needs_whole_parameters_is_an_error_that_says_what_to_use(kind: Any, tmp_path: Any) -> None:
+    for message in on_ranks(2, refused, kind, str(tmp_path)):
+        assert message.startswith(f"optimizer={kind.__name__} cannot step on sharded parameters ("), message
+        assert "; use AdamW, Adam or SGD, or strategy=DDP(), under which" in message
+        assert "\n" not in message
+
+
 def steps_of(name: str, strategy: str, batch_size: int, folder: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Blocks()
