@@ -83,6 +83,10 @@ def test_named_tuples_and_mappings_are_stacked_by_entry() -> None:
     assert stack([BatchEncoding({"input_ids": [1, 2]})] * 2)["input_ids"].tolist() == [[1, 2], [1, 2]]
 
 
+class Row:
+    """A sample as a table gives it, which torch cannot collate."""
+
+
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
@@ -95,6 +99,14 @@ def test_named_tuples_and_mappings_are_stacked_by_entry() -> None:
         ([{"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2)}], "different columns"),
         ([{"x": 1}, {"x": 1, "y": 1}], "different columns"),
         ([{"x": None}, {"x": None}], "'x'.*NoneType"),
+        (
+            [{"x": Row()}, {"x": Row()}],
+            r"'x'.*found <class '.*Row'>; convert it to one of these in the dataset",
+        ),
+        (
+            [Row(), Row()],
+            r"found <class '.*Row'>; convert it to one of these in the dataset, or give a",
+        ),
         ([{"x": 1}, {"x": None}], "'x'"),
         ([{"x": 1}, 5], "different"),
         ([(1, 2), (1, 2, 3)], "samples cannot be stacked"),

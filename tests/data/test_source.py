@@ -169,6 +169,21 @@ def test_a_mapping_that_is_a_dataset_is_no_dict_of_datasets(tmp_path: Path) -> N
         source(ByName({"a": rows()}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (("pandas.core.frame", "DataFrame"), r'is a DataFrame of pandas.* give df.to_dict\("records"\) or datasets'),
+        (("pandas", "DataFrame"), "is a DataFrame of pandas, which is indexed by column, not by sample; give df"),
+        (("pyarrow.lib", "Table"), r"is a Table of pyarrow.* give table.to_pylist\(\) or datasets"),
+    ],
+)
+def test_a_table_that_is_indexed_by_column_is_refused(kind: tuple[str, str], message: str) -> None:
+    table = type(kind[1], (list,), {"__module__": kind[0]})
+    with pytest.raises(TypeError, match=message):
+        source(table())
+    assert source(type(kind[1], (list,), {})(rows())).length == 22
+
+
 def test_what_can_be_read_in_any_order() -> None:
     assert not source([1, 2]).is_iterable
     for data in (Rows(), iter([1, 2]), {1, 2}):

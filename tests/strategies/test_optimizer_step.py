@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainer_kit import SingleDevice
 from trainer_kit.strategies import optimizer_step
-from trainer_kit.strategies.optimizer_step import refuse_sharded, take_step
+from trainer_kit.strategies.optimizer_step import explain_failure, take_step
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=False),
@@ -223,7 +224,20 @@ def test_another_torch_is_called_as_usual(monkeypatch: pytest.MonkeyPatch, scope
 
 def test_only_errors_about_shards_are_explained() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    refuse_sharded(optimizer, RuntimeError("CUDA error: out of memory"))
+    explain_failure(optimizer, RuntimeError("CUDA error: out of memory"), True)
     mixed = RuntimeError("got mixed torch.Tensor and DTensor\nmore")
+    explain_failure(optimizer, mixed, False)
     with pytest.raises(RuntimeError, match=r"^optimizer=SGD cannot step .*\(got mixed torch.Tensor and DTensor\); use"):
-        refuse_sharded(optimizer, mixed)
+        explain_failure(optimizer, mixed, True)
+
+
+class WithoutStep(Optimizer):
+    """As torch's base class, whose step raises an error without a message."""
+
+
+def test_a_class_without_a_step_is_named() -> None:
+    strategy = SingleDevice("cpu")
+    strategy.setup()
+    optimizer = WithoutStep([nn.Parameter(torch.ones(2))], {"lr": 0.1})
+    with pytest.raises(NotImplementedError, match="optimizer=WithoutStep does not implement its step; define step"):
+        strategy.step(optimizer)

@@ -185,10 +185,10 @@ def _stack(values: list[Any], column: Any = None) -> Any:
                 f"graphs cannot be stacked into a batch{place}; give data_collator=Batch.from_data_list of "
                 "torch_geometric.data, or a DataLoader of torch_geometric.loader as the dataset"
             ) from error
-        raise ValueError(
-            f"samples cannot be stacked into a batch{place}: {error}; samples of different lengths need "
-            "processing_class=tokenizer (which pads) or a data_collator"
-        ) from error
+        advice = "samples of different lengths need processing_class=tokenizer (which pads) or a data_collator"
+        if "batch must contain" in str(error):  # a type that torch does not collate, such as a row of pandas or polars
+            advice = "convert it to one of these in the dataset, or give a data_collator"
+        raise ValueError(f"samples cannot be stacked into a batch{place}: {error}; {advice}") from error
 
 
 def _stack_leaves(values: list[Any]) -> Any:

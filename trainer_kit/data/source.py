@@ -15,6 +15,12 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.sampling import mix
 from trainer_kit.state import is_stateful
 
+_BY_COLUMN = {
+    ("pandas", "DataFrame"): 'df.to_dict("records") or datasets.Dataset.from_pandas(df)',
+    ("pyarrow", "Table"): "table.to_pylist() or datasets.Dataset(table)",
+}
+"""Tables whose index is a column, and what to give in their place."""
+
 
 class ReadyBatches:
     """Batches that come as they are: the Trainer collates nothing and takes each as one micro-batch.
@@ -141,7 +147,7 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
         sampler: A sampler given apart from it; None: none.
 
     Raises:
-        TypeError: If `data` is a dict of datasets.
+        TypeError: If `data` is a dict of datasets, or a table that is indexed by column.
         ValueError: If a sampler is given for data that has an order of its own, or the data is divided by process.
     """
     if isinstance(data, ReadyBatches) and isinstance(data.batches, DataLoader):
@@ -150,6 +156,10 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
         source = _apart(data) if _can_be_taken_apart(data) else DataSource(ReadyBatches(data))
     elif is_named(data):
         raise TypeError(f"{role} is a {type(data).__name__} of {', '.join(map(str, data))}; give one dataset")
+    elif (table := (type(data).__module__.partition(".")[0], type(data).__name__)) in _BY_COLUMN:
+        raise TypeError(
+            f"{role} is a {table[1]} of {table[0]}, which is indexed by column, not by sample; give {_BY_COLUMN[table]}"
+        )
     else:
         source = DataSource(data)
     if sampler is None:

@@ -23,7 +23,7 @@ from trainer_kit.strategies.compilation import compile_model
 from trainer_kit.strategies.device_info import DeviceInfo
 from trainer_kit.strategies.grad_norms import GradientNorms, clip_to_norm
 from trainer_kit.strategies.memory_format import in_channels_last, use_channels_last
-from trainer_kit.strategies.optimizer_step import refuse_sharded, take_step
+from trainer_kit.strategies.optimizer_step import explain_failure, take_step
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.strategies.session import Session
@@ -345,8 +345,7 @@ class Strategy:
         try:
             self._take_step(optimizer, judged)
         except RuntimeError as error:
-            if self.sharding.is_active:
-                refuse_sharded(optimizer, error)
+            explain_failure(optimizer, error, self.sharding.is_active)
             raise
         return norms
 

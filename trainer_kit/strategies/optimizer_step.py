@@ -44,14 +44,24 @@ def take_step(optimizer: Optimizer) -> None:
         torch.set_grad_enabled(before)
 
 
-def refuse_sharded(optimizer: Optimizer, error: RuntimeError) -> None:
-    """Say what to do if an optimizer's step failed since it computes with all elements of a sharded parameter.
+def explain_failure(optimizer: Optimizer, error: RuntimeError, is_sharded: bool) -> None:
+    """Say what to do if an optimizer's class has no step, or its step needs all elements of a sharded parameter.
+
+    Args:
+        optimizer: The optimizer.
+        error: What its step raised.
+        is_sharded: Whether its parameters may be sharded.
 
     Raises:
         RuntimeError: If that is the error's cause.
     """
     message = str(error)
-    if any(each in message.lower() for each in _OF_SHARDS):
+    if isinstance(error, NotImplementedError) and not message:
+        raise NotImplementedError(
+            f"optimizer={type(optimizer).__name__} does not implement its step; define step(self, closure=None) in its "
+            "class, or use another optimizer"
+        ) from error
+    if is_sharded and any(each in message.lower() for each in _OF_SHARDS):
         raise RuntimeError(
             f"optimizer={type(optimizer).__name__} cannot step on sharded parameters ({message.splitlines()[0]}); use "
             "AdamW, Adam or SGD, or strategy=DDP(), under which each process has all parameters"
