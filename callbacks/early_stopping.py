@@ -66,6 +66,8 @@ class EarlyStopping(Callback):
                 f"EarlyStopping watches {name!r}, which the evaluation does not produce; "
                 f"it produces {', '.join(map(repr, metrics)) or 'nothing'}"
             )
+        if not run.state.step:  # `eval_on_start`: the best metric does not count it either
+            return
         value = float(found)
         if self._improves(value, self._is_greater_better(run, name)):
             self.best, self.failures = value, 0

@@ -155,13 +155,13 @@ class _Adapter(Callback):
         self._call_with_numbers("on_log", run, "logs", values, epoch=run.state.epochs)
 
     def _call_with_numbers(self, hook: str, run: Run, keyword: str, values: dict[str, Any], **others: Any) -> None:
-        """Call a hook with numbers, and keep those that it adds or changes."""
+        """Call a hook with numbers, and keep those that it adds."""
         given = {name: value for name, value in values.items() if name != "step"} | others
         found = dict(given)
         event: dict[str, Any] = {keyword: found}
         self._call(hook, run, **event)
         for name, value in found.items():
-            if isinstance(value, numbers.Real) and value is not given.get(name):
+            if isinstance(value, numbers.Real) and name not in given:
                 values[name] = value
 
     def _set_best(self, counters: TrainState) -> None:

@@ -41,7 +41,6 @@ class Run:
         local_sums: This rank's sums of what the last step logged by `log_mean`, on the device.
         means: Means of the steps since the last record.
         last_norms: Norms of the last step's gradients before clipping, on the device.
-        last_learning_rate: Learning rate of the first group of parameters in the last step; None before the first.
         batch: The current micro-batch, on the device.
         ledger: The time spent on each activity.
         stateful: The user's own stateful objects by name; every checkpoint saves and restores them.
@@ -65,7 +64,6 @@ class Run:
     local_sums: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     means: IntervalMeans = dataclasses.field(default_factory=IntervalMeans)
     last_norms: GradientNorms | None = None
-    last_learning_rate: float | torch.Tensor | None = None
     batch: Any = None
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
     stateful: dict[str, Stateful] = dataclasses.field(default_factory=dict)

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+import torch
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -54,6 +56,8 @@ class TrainState:
         interval_loss_sum: Sum of the losses read since the last record.
         interval_steps: Number of steps in `interval_loss_sum`.
         grad_norm: Norm of all gradients before clipping in the last step that was read; None before the first.
+        learning_rate: Learning rate of the first group of parameters in the last step, a tensor if the optimizer has
+            one; None before the first.
         best_metric: Best value of `metric_for_best_model` so far; None before the first.
         best_step: Step of the best value.
         passed_over: Ranges of samples that `nonfinite="rollback"` skips, as (epoch, start, stop).
@@ -74,6 +78,7 @@ class TrainState:
     interval_loss_sum: float = 0.0
     interval_steps: int = 0
     grad_norm: float | None = None
+    learning_rate: float | torch.Tensor | None = None
     best_metric: float | None = None
     best_step: int | None = None
     passed_over: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
@@ -93,11 +98,13 @@ class TrainState:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        rate = self.learning_rate
+        return {**dataclasses.asdict(self), "learning_rate": None if rate is None else float(rate)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for field in dataclasses.fields(self):
-            setattr(self, field.name, state_dict[field.name])
+            if field.name in state_dict or field.name != "learning_rate":  # earlier versions did not write it
+                setattr(self, field.name, state_dict[field.name])
 
 
 class IntervalMeans:

@@ -16,6 +16,7 @@ def stops_after(run: Run, callback: EarlyStopping, name: str, values: list[float
     """The number of evaluations after which it asks to stop."""
     callback.on_train_begin(run)
     for count, value in enumerate(values, start=1):
+        run.state.step += 1
         callback.on_evaluate(run, {name: value, "eval_other": 0.0})
         if run.requests.stop:
             return count
@@ -85,6 +86,12 @@ def test_a_run_that_had_stopped_asks_again_when_resumed(make_run: Callable[..., 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(make_run: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match=r"'eval_f1'.*'eval_loss', 'eval_runtime'"):
         EarlyStopping(metric="f1").on_evaluate(make_run(), {"eval_loss": 1.0, "eval_runtime": 2.0})
+
+
+def test_the_evaluation_before_the_first_step_does_not_count(make_run: Callable[..., Run]) -> None:
+    run, callback = make_run(eval_strategy="epoch"), EarlyStopping(patience=1)
+    callback.on_evaluate(run, {"eval_loss": 1.0})
+    assert stops_after(run, callback, "eval_loss", [3, 2, 2]) == 3
 
 
 def test_it_needs_evaluations(make_run: Callable[..., Run]) -> None:

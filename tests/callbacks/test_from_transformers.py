@@ -151,7 +151,7 @@ def test_numbers_that_it_adds_are_kept(make_run: Callable[..., Run]) -> None:
             logs |= {"perplexity": math.exp(logs["loss"]), "text": "none"}
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            metrics["eval_loss"] = metrics["eval_loss"] * 2
+            metrics |= {"eval_loss": -1.0, "eval_double": metrics["eval_loss"] * 2}
 
     run, adapter = make_run(), from_transformers(Adds)
     record: dict[str, Any] = {"step": 3, "epoch": 0.6, "loss": 0.0}
@@ -159,7 +159,7 @@ def test_numbers_that_it_adds_are_kept(make_run: Callable[..., Run]) -> None:
     assert record == {"step": 3, "epoch": 0.6, "loss": 0.0, "perplexity": 1.0}
     metrics: dict[str, Any] = {"eval_loss": 0.5, "loss": 0.0}
     adapter.on_evaluate(run, metrics)
-    assert metrics == {"eval_loss": 1.0, "loss": 0.0, "perplexity": 1.0}
+    assert metrics == {"eval_loss": 0.5, "loss": 0.0, "perplexity": 1.0, "eval_double": 1.0}
 
 
 def test_leaving_an_epoch_is_refused(make_run: Callable[..., Run]) -> None:

@@ -140,6 +140,28 @@ class Scaled(Attention):
         return x + self.narrow(torch.tanh(self.wide(x) * self.scale))
 
 
+class Gate(nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+
+class Gated(Attention):
+    """Uses a gate between two layers, for the part of each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(self.gate(torch.tanh(self.wide(x))))
+
+
 class Viewed(Attention):
     """Views the features by a number that a split changes."""
 

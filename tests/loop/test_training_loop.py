@@ -52,6 +52,37 @@ def test_an_epoch_that_a_run_leaves_early_does_not_end(tmp_path: Path, given: di
     assert found == ends
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_rollback_of_the_last_step_leaves_a_last_record_and_evaluation(tmp_path: Path, strategy: str) -> None:
+    """Without the samples of the bad step, training ends where it went back to."""
+    found: list[tuple[str, int]] = []
+    due: list[bool] = []
+
+    class Watch(Callback):
+        def on_pre_optimizer_step(self, run: Run) -> None:
+            if run.state.step == 4 and not run.state.rollbacks:
+                next(run.model.parameters()).grad.fill_(float("nan"))
+
+        def on_log(self, run: Run, record: dict[str, Any]) -> None:
+            found.append(("log", run.state.step))
+
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            found.append(("evaluate", run.state.step))
+
+        def on_epoch_end(self, run: Run) -> None:
+            due.append(run.requests.evaluate)
+
+    args = arguments(
+        tmp_path, max_steps=-1, num_train_epochs=1, nonfinite="rollback", save_strategy="steps", save_steps=1,
+        logging_strategy=strategy, eval_strategy=strategy, logging_steps=3, eval_steps=3, per_device_train_batch_size=4,
+    )  # fmt: skip
+    trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Watch()])
+    trainer.train()
+    assert (trainer.run.state.step, trainer.run.state.rollbacks) == (4, 1)
+    assert found[-2:] == [("log", 4), ("evaluate", 4)]
+    assert due[-1]
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_end_of_training_has_its_figures_unless_a_signal_ends_it(tmp_path: Path, leaves: bool) -> None:
     found: list[dict[str, Any] | None] = []

@@ -212,7 +212,7 @@ class StepMetrics:
         - `learning_rate` (a number): Learning rate of the first group of parameters in the last step.
         - `skipped_steps` (steps): Steps so far whose gradients were not finite, so that they changed no weight.
         """
-        state, optimizer, learning_rate = self.run.state, self.run.optimizer, self.run.last_learning_rate
+        state, optimizer = self.run.state, self.run.optimizer
         assert optimizer is not None
         record: dict[str, Any] = {"step": state.step, "epoch": state.epochs}
         if state.interval_steps:
@@ -220,7 +220,8 @@ class StepMetrics:
         record |= self.run.means.take()
         if state.grad_norm is not None:
             record["grad_norm"] = state.grad_norm
-        record["learning_rate"] = float(optimizer.param_groups[0]["lr"] if learning_rate is None else learning_rate)
+        rate = optimizer.param_groups[0]["lr"] if state.learning_rate is None else state.learning_rate
+        record["learning_rate"] = float(rate)
         if state.skipped_steps:
             record["skipped_steps"] = state.skipped_steps
         state.interval_loss_sum, state.interval_steps = 0.0, 0

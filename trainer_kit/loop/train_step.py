@@ -151,7 +151,8 @@ class TrainStep:
             raise
         run.ledger.enter("loop")
         self.has_changed_weights = True
-        run.last_learning_rate = run.optimizer.param_groups[0]["lr"] * 1  # schedules change a tensor in place
+        rate = run.optimizer.param_groups[0]["lr"]
+        run.state.learning_rate = rate if rate.__class__ is float else _kept(rate)
         call("on_optimizer_step", run)
         self._step_scheduler()
         strategy.zero_grad(run.optimizer)
@@ -309,3 +310,8 @@ class TrainStep:
             global_batch.samples,
             strategy.device_info.traced_scalar(count),
         )
+
+
+def _kept(rate: Any) -> float | torch.Tensor:
+    """Return a learning rate as it is now, without waiting for the device; a schedule changes a tensor in place."""
+    return rate.clone() if isinstance(rate, torch.Tensor) else float(rate)

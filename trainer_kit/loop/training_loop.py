@@ -210,7 +210,6 @@ class TrainingLoop:
         """Record the step, and serve the requests of callbacks and arguments."""
         run, call = self.run, self.events.call
         self._record_step(global_batch)
-        # Before the hooks, whose callbacks may withdraw what is due.
         requests, schedule, step = run.requests, self._schedule, run.state.step
         requests.log = requests.log or schedule.is_due_after_step("log", step, run.total_steps)
         requests.evaluate = requests.evaluate or schedule.is_due_after_step("evaluate", step, run.total_steps)
@@ -225,9 +224,8 @@ class TrainingLoop:
             self._request(schedule.is_due_after_epoch)
             call("on_epoch_end", run)
         self._step.has_changed_weights = False
-        # An epoch's first batch is fetched after on_epoch_begin, which may change the dataset.
-        prefetches = not (global_batch.closes_epoch or is_last)
-        if self._step.prefetch() if prefetches else self._sync.sync():
+        is_between = global_batch.closes_epoch or is_last  # on_epoch_begin may change the dataset before the next fetch
+        if self._sync.sync() if is_between else self._step.prefetch():
             self._handle_requests()
         elif self._metrics.unread >= _MAX_UNREAD_STEPS:
             self._read_metrics()
@@ -302,11 +300,13 @@ class TrainingLoop:
             "went back to %s (%d of %d times): %s", directory, run.state.rollbacks, run.args.max_rollbacks, error
         )
         self.events.call("on_rollback", run, directory)
+        if run.state.step == run.total_steps:
+            self._request(self._schedule.is_due_at_end)
         epoch, position = run.state.epoch, run.state.position
         if position and self.loader.epoch_length and not self.loader.steps_left(epoch, position):
             self._step.leave_epoch()
-            self.events.call("on_epoch_end", run)
             self._request(self._schedule.is_due_after_epoch)
+            self.events.call("on_epoch_end", run)
         self._count_served()
 
     def _let_others_join(self) -> None:

@@ -41,10 +41,9 @@ def follow_order(
             several has another order.
     """
     names = {parameter: name for name, parameter in without_wrappers(model).named_parameters()}
-    orders = []
+    orders, known = [], set(names.values())
     for number, (group, described) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         own = [names.get(parameter) for parameter in group["params"]]
-        known = set(names.values())
         saved = [name if (name := each.get(MODEL_NAME)) in known else None for each in described["params"]]
         orders.append(_order(own, saved, f"group {number} of the optimizer has %s where {source} has %s"))
     if all(order == sorted(order) for order in orders):
@@ -63,13 +62,14 @@ def follow_order(
 
 def _order(own: list[str | None], saved: list[str | None], differs: str) -> list[int]:
     """Return the place of the own parameter for each saved one."""
-    lost = [name for name in saved if name is not None and name not in own]
+    present, place_of = {*own}, {name: place for place, name in enumerate(saved) if name is not None}
+    lost = [name for name in saved if name is not None and name not in present]
     if lost:
-        name = next((name for name in own if name not in saved), None)
+        name = next((name for name in own if name not in place_of), None)
         other = "a parameter that is not the model's" if name is None else repr(name)
         raise ValueError(
             f"{differs % (other, repr(lost[0]))}; resume with the same parameters in each group of the optimizer"
         )
     free = iter([place for place, name in enumerate(saved) if name is None])
-    places = [saved.index(name) if name is not None and name in saved else next(free, 0) for name in own]
+    places = [place_of[name] if name in place_of else next(free, 0) for name in own]
     return sorted(range(len(own)), key=places.__getitem__)

@@ -163,12 +163,21 @@ def seen_by_the_model() -> dict[str, bool]:
     found = {
         "order": [*named] == [name for name, _ in Scaled().named_parameters()],
         "replicated": all(isinstance(each, DTensor) for each in named.values()),
-        "plain": not isinstance(model.temperature, DTensor) and model.temperature.is_leaf,
+        "plain": type(model.temperature) is nn.Parameter and not isinstance(model.temperature, DTensor),
         "tied": model.holder.tied is model.temperature,
         "trained": model.temperature.requires_grad and not model.frozen.requires_grad,
     }
     (model.temperature * 2).backward()  # outside of a forward pass
     found["summed"] = float(named["temperature"].grad.to_local()) == 4
+    found["unused"] = named["holder.bias"].grad is None
+    optimizer = strategy.prepare_optimizer(torch.optim.SGD([model.temperature], lr=1.0))
+    found["optimized"] = optimizer.param_groups[0]["params"][0] is named["temperature"]
+    model.temperature.requires_grad_(False)
+    model(torch.ones(1, 4).double())
+    found["frozen by attribute"] = not named["temperature"].requires_grad
+    named["temperature"].requires_grad_()
+    model(torch.ones(1, 4).double())
+    found["trained by name"] = model.temperature.requires_grad
     strategy.teardown()
     return found
 

@@ -10,14 +10,27 @@ import pytest
 import torch
 from kit.block_training import Blocks, Records, make_trainer, whole, whole_weights
 from kit.ranks import on_ranks
+from torch import nn
 
 from trainer_kit.callbacks import EMA, Freezing, Throughput
 from trainer_kit.checkpoint import read_state
 
 
+class Scaled(Blocks):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5).double())
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return super().forward(x * self.scale, labels)
+
+
 def throughput(folder: str, strategy: str, compiled: bool | dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
     records = Records()
-    trainer = make_trainer(folder, strategy, [records], torch_compile=compiled, eval_strategy="epoch")
+    trainer = make_trainer(folder, strategy, [records], Scaled(), torch_compile=compiled, eval_strategy="epoch")
     try:
         with warnings.catch_warnings():  # torch's compiler looks at the gradients of gathered weights
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

@@ -13,7 +13,7 @@ import torch
 from kit.architectures import llama, qwen3
 from kit.block_training import Blocks, make_trainer, whole_weights
 from kit.ranks import on_ranks
-from kit.split_training import train_tower
+from kit.split_training import Gated, train_tower
 from kit.token_training import whole
 from scenarios.task import StopAt
 from torch import nn
@@ -277,3 +277,15 @@ def test_the_model_itself_has_the_split_layers(tmp_path: Path) -> None:
     expected = train_direct(str(tmp_path), 4, None)
     for weights in on_ranks(4, train_direct, str(tmp_path), 2, BOTH):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", [SPLIT, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
+def test_a_gate_without_dimensions_between_split_layers(tmp_path: Path, mesh: dict[str, int]) -> None:
+    style = "replicated_with_grad_allreduce"
+    plan = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise", "blocks.*.gate": style}
+    alone = train_tower(str(tmp_path), 4, None, Gated)
+    processes = math.prod(mesh.values())
+    for found in on_ranks(processes, train_tower, str(tmp_path), 8 // processes, mesh, Gated, plan):
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-12)
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-12)

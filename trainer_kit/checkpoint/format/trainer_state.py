@@ -63,7 +63,7 @@ _SUM: Rule = (
 _METRIC: Rule = (lambda value: _FLOAT[0](value) and not math.isnan(value), "a number")
 
 _COUNTERS: Mapping[str, Rule] = {
-    **{field.name: COUNT for field in dataclasses.fields(TrainState)},
+    **{field.name: COUNT for field in dataclasses.fields(TrainState) if field.name != "learning_rate"},
     "loss_sum": _FLOAT,
     "interval_loss_sum": _FLOAT,
     "grad_norm": or_none(_FLOAT),
@@ -163,6 +163,8 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
     if "order" in trainer:  # earlier versions did not write it
         file.check(trainer, _FACTS)
     file.check(trainer["counters"], _COUNTERS, "counters.")
+    if "learning_rate" in trainer["counters"]:  # earlier versions did not write it
+        file.check(trainer["counters"], {"learning_rate": or_none(_FLOAT)}, "counters.")
     file.check(trainer["plan"], _PLAN, "plan.")
     if "full_processes" in trainer["plan"]:  # earlier versions did not write it
         file.check(trainer["plan"], _FULL_SIZE, "plan.")

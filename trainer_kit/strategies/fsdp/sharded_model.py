@@ -46,7 +46,7 @@ class ShardedModel:
 
     Attributes:
         module: The user's module.
-        sharded: The sharded parameter for each parameter that the module had before.
+        sharded: The sharded parameter for each that the module had before, and for each that its code sees now.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class ShardedModel:
         whole, self._split = shards, None
         if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
             whole, self._split = mesh, SplitModules(module, places, mesh["tensor"])
-        undivided = WholeParameters(module, whole, [shards.get_group(axis) for axis in range(shards.ndim)])
+        self._undivided = undivided = WholeParameters(
+            module, whole, [shards.get_group(axis) for axis in range(shards.ndim)]
+        )
         with undivided.aside(device):
             for unit in reversed(units):  # inner units come before those around them
                 fully_shard(unit.module, **options)
@@ -95,6 +97,7 @@ class ShardedModel:
         undivided.show_plain()
         now = dict(module.named_parameters())
         self.sharded = WeakIdKeyDictionary({parameter: now[name] for name, parameter in originals.items()})
+        self.sharded.update(undivided.shown)
         self._named = now
         known = collectives.broadcast([name for name, value in values.items() if not value.is_meta])
         fill_from_main({name: _tensors(module)[name] for name in known}, values)
@@ -165,7 +168,8 @@ class ShardedModel:
             each._forward_pre_hooks = _hooks_of_others(each._forward_pre_hooks, owners)
             each._forward_hooks = _hooks_of_others(each._forward_hooks, owners)
         try:
-            with contextlib.nullcontext() if self._split is None else self._split.without_hooks():
+            split = contextlib.nullcontext() if self._split is None else self._split.without_hooks()
+            with split, self._undivided.hidden():
                 yield
         finally:
             for each, pre_hooks, post_hooks in hooks:
@@ -179,8 +183,9 @@ class ShardedModel:
 
 
 def _hooks_of_others(hooks: Mapping[int, Any], owners: Sequence[Any]) -> OrderedDict[int, Any]:
+    ids = {id(owner) for owner in owners}
     return OrderedDict(
-        (number, hook) for number, hook in hooks.items() if getattr(hook, "__self__", None) not in owners
+        (number, hook) for number, hook in hooks.items() if id(getattr(hook, "__self__", None)) not in ids
     )
 
 

@@ -19,16 +19,20 @@ class WholeParameters:
     """The parameters of a model that each process holds whole, such as the temperature of a contrastive loss.
 
     The model's parameter is a DTensor that is replicated, as optimizers need it, since they take no others together
-    with it. The model's code sees a plain tensor of the same memory in its place, whose gradients are summed over the
-    processes after each backward pass.
+    with it. The model's code sees a plain parameter of the same memory in its place. Its gradients are summed over the
+    processes at the end of each backward pass, those of all such parameters at once.
 
     Args:
         model: The model, not sharded yet.
         mesh: The mesh with all axes.
         groups: The groups over which gradients are summed, one after the other.
+
+    Attributes:
+        shown: The model's parameter for each plain one.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.shown: dict[nn.Parameter, nn.Parameter] = {}
         self._model, self._mesh, self._groups = model, mesh, groups
         self._places = [
             (owner, name, parameter)
@@ -36,7 +40,9 @@ class WholeParameters:
             for name, parameter in owner._parameters.items()
             if parameter is not None and stays_whole(parameter)
         ]
-        self._plain: dict[nn.Parameter, torch.Tensor] = {}  # by parameter
+        self._trained: dict[nn.Parameter, bool] = {}  # by plain parameter, as of the last forward pass
+        self._task = -1  # the last backward pass whose end sums gradients
+        self._is_hidden = False
 
     @contextlib.contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:
@@ -57,41 +63,84 @@ class WholeParameters:
             owner._parameters[name] = replicated[parameter]
 
     def show_plain(self) -> None:
-        """Let the model's code see plain tensors, once the parameters have their memory."""
+        """Let the model's code see plain parameters, once the model's have their memory."""
+        plain: dict[nn.Parameter, nn.Parameter] = {}
         for owner, name, _ in self._places:
             parameter = owner._parameters[name]
             assert parameter is not None, "aside() comes first"
-            if parameter not in self._plain:
-                self._plain[parameter] = self._make_plain(parameter)
-            vars(owner)[name] = self._plain[parameter]  # hides the parameter
+            if parameter not in plain:
+                plain[parameter] = self._make_plain(parameter)
+            vars(owner)[name] = plain[parameter]  # hides the parameter
+        self.shown = {value: parameter for parameter, value in plain.items()}
         if self._places:
-            self._model.register_forward_pre_hook(self._check, prepend=True)
+            self._model.register_forward_pre_hook(self._follow, prepend=True)
 
-    def _make_plain(self, parameter: nn.Parameter) -> torch.Tensor:
-        plain = _local(parameter)
-        if not (plain.is_floating_point() or plain.is_complex()):
-            return plain
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Enclose forward passes with other tensors in the parameters' places."""
+        shown = [(owner, name, vars(owner).pop(name)) for owner, name, _ in self._places if name in vars(owner)]
+        before, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = before
+            for owner, name, plain in shown:
+                vars(owner)[name] = plain
 
-        def sum_gradient(plain: torch.Tensor) -> None:
-            gradient, plain.grad = plain.grad, None
-            assert gradient is not None
+    def _make_plain(self, parameter: nn.Parameter) -> nn.Parameter:
+        local = _local(parameter)
+        if not (local.is_floating_point() or local.is_complex()):
+            return nn.Parameter(local, requires_grad=False)
+        plain = nn.Parameter(local)
+        plain.register_post_accumulate_grad_hook(self._note_gradient)
+        self._trained[plain] = parameter.requires_grad
+        plain.requires_grad_(parameter.requires_grad)
+        return plain
+
+    def _note_gradient(self, plain: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._sum_gradients)
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Add the sum of the processes' gradients to those of the model's parameters. Collective."""
+        pairs = [(plain, parameter) for plain, parameter in self.shown.items() if plain.requires_grad]
+        for dtype in dict.fromkeys(plain.dtype for plain, _ in pairs):
+            same = [pair for pair in pairs if pair[0].dtype == dtype]
+            # All take part, so that the sizes are those of the other processes.
+            summed = torch.cat(
+                [(torch.zeros_like(each) if each.grad is None else each.grad).view(-1) for each, _ in same]
+            )
             for group in self._groups:
-                dist.all_reduce(gradient, group=group)
-            if parameter.grad is None:
-                parameter.grad = self._replicated(gradient)
-            else:
-                _local(parameter.grad).add_(gradient)
+                dist.all_reduce(summed, group=group)
+            for (plain, parameter), part in zip(same, summed.split([each.numel() for each, _ in same]), strict=True):
+                if plain.grad is not None:
+                    plain.grad = None
+                    self._add(parameter, part.clone().view(plain.shape))
 
-        plain.requires_grad_().register_post_accumulate_grad_hook(sum_gradient)
-        return plain.requires_grad_(parameter.requires_grad)
+    def _add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = self._replicated(gradient)
+        else:
+            _local(parameter.grad).add_(gradient)
 
-    def _check(self, module: nn.Module, inputs: Any) -> None:
-        for parameter, plain in self._plain.items():
+    def _follow(self, module: nn.Module, inputs: Any) -> None:
+        """Take over what has been changed since the last pass: whether a parameter is trained."""
+        if self._is_hidden:
+            return
+        for plain, parameter in self.shown.items():
             if not plain.is_set_to(_local(parameter)):
-                name = next(name for name, each in module.named_parameters() if each is parameter)
+                name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
                 raise ValueError(f"{name!r} was given other data; change it in place: {name}.data.copy_(value)")
-            if plain.requires_grad != parameter.requires_grad:
-                plain.requires_grad_(parameter.requires_grad)
+            if (before := self._trained.get(plain)) is not None and (
+                parameter.requires_grad != before or plain.requires_grad != before
+            ):
+                self._trained[plain] = not before
+                plain.requires_grad_(not before)
+                parameter.requires_grad_(not before)
 
     def _replicated(self, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(local, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
