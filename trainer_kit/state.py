@@ -103,8 +103,8 @@ class TrainState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for field in dataclasses.fields(self):
-            if field.name in state_dict or field.name != "learning_rate":  # earlier versions did not write it
-                setattr(self, field.name, state_dict[field.name])
+            name = field.name  # earlier versions did not write the learning rate
+            setattr(self, name, state_dict.get(name) if name == "learning_rate" else state_dict[name])
 
 
 class IntervalMeans:

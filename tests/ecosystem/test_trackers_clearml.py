@@ -85,7 +85,7 @@ def test_a_training_and_its_resume(tmp_path: Path) -> None:
     task, events = run(tmp_path, TRAINING)
     assert (task["name"], task["project_name"]) == ("my run", "my-project")
     assert dict(scalars(events, "loss", "train")) == pytest.approx(losses(tmp_path / "run"))
-    assert [step for step, _ in scalars(events, "loss", "eval")] == [3, 6]
+    assert [step for step, _ in scalars(events, "loss", "eval")] == [3, 4, 6]
     assert task["hyperparams"]["trainer_kit"]["learning_rate"]["value"] == "0.1"
     assert [artifact["key"] for artifact in task["execution"]["artifacts"]] == ["last-checkpoint"]
 

@@ -62,7 +62,7 @@ def test_a_training_and_its_resume(tmp_path: Path) -> None:
     assert first.id == second.id
     assert (first.project, first.name) == ("my-project", "my run")
     assert first.scalars["train/loss"] + second.scalars["train/loss"] == list(losses(tmp_path / "run").items())
-    assert [step for step, _ in first.scalars["eval/loss"]] == [3]
+    assert [step for step, _ in first.scalars["eval/loss"]] == [3, 4]
     assert first.config["learning_rate"]["value"] == 0.1
 
 

@@ -58,7 +58,7 @@ def test_a_training_and_its_resume(tmp_path: Path) -> None:
     assert found[0][1] == "my run"
     history = [(step, metrics["train/loss"]) for _, _, step, metrics in found if "train/loss" in metrics]
     assert history == list(losses(tmp_path / "run").items())
-    assert [step for _, _, step, metrics in found if "eval/loss" in metrics] == [3, 6, 6]
+    assert [step for _, _, step, metrics in found if "eval/loss" in metrics] == [3, 4, 6, 6]
     (config,) = database.execute("SELECT config FROM configs").fetchone()
     assert json.loads(config)["learning_rate"] == 0.1
     names = [name for (name,) in database.execute("SELECT name FROM artifacts")]

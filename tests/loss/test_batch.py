@@ -207,6 +207,7 @@ def rows(samples: int) -> dict[str, Any]:
 @pytest.mark.parametrize("samples", [4, 5, 1])
 def test_the_length_of_an_object_with_columns_of_this_length(samples: int) -> None:
     assert samples_in(Columns(samples, **rows(samples))) == samples
+    assert samples_in(Columns(samples, **rows(samples), info={"size": [224, 224], "name": "a"})) == samples
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,10 @@ class CarriedState:
     def _notes(self) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""
         walk = AttributeNotes()
-        notes = {name: walk.note(value) for name, value in self._attributes()}
+        notes: dict[str, Any] = {}
+        for name, value in self._attributes():
+            with contextlib.suppress(Exception):  # such as a reference to what is gone: only a line of the log lacks it
+                notes[name] = walk.note(value)
         for name, part, key in self._buffers():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
                 value = part._buffers.get(key)

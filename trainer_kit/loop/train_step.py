@@ -314,4 +314,4 @@ class TrainStep:
 
 def _kept(rate: Any) -> float | torch.Tensor:
     """Return a learning rate as it is now, without waiting for the device; a schedule changes a tensor in place."""
-    return rate.clone() if isinstance(rate, torch.Tensor) else float(rate)
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)

@@ -286,8 +286,8 @@ def _lengths(column: Any) -> list[int]:
     """Return the rows of a column; those of each field of a named tuple (padded values with their lengths) or dict."""
     if hasattr(column, "_fields"):
         return [rows for field in column for rows in _lengths(field)]
-    if isinstance(column, dict):
-        return [rows for each in column.values() for rows in _lengths(each)]
+    if isinstance(column, dict):  # lists there may be anything
+        return [rows for each in column.values() if not isinstance(each, (list, tuple)) for rows in _lengths(each)]
     if isinstance(column, (torch.Tensor, np.ndarray)):
         return [*column.shape[:1]]
     return [len(column)] if isinstance(column, (list, tuple)) else []

@@ -178,6 +178,14 @@ def seen_by_the_model() -> dict[str, bool]:
     named["temperature"].requires_grad_()
     model(torch.ones(1, 4).double())
     found["trained by name"] = model.temperature.requires_grad
+    model.temperature.grad = torch.tensor(3.0).double()  # as of a backward pass that has failed
+    seen: list[torch.Tensor] = []
+    named["temperature"].grad = None
+    named["temperature"].register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().clone()))
+    logits = model(torch.ones(1, 4).double())["logits"]
+    found["no old gradient"] = model.temperature.grad is None
+    (logits.sum() * 0 + model.temperature).backward()
+    found["hooks"] = [float(each) for each in seen] == [2.0]
     strategy.teardown()
     return found
 

@@ -251,21 +251,23 @@ class _SummedGradient(torch.autograd.Function):
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Sum the gradients of a module's own parameters over a group, where each process has a part of the input."""
-    shown: dict[str, torch.Tensor | None] = {}  # by `WholeParameters`
+    entered: list[dict[str, Any]] = []  # attributes to restore, for each call of the module
 
     def enter(module: nn.Module, inputs: Any) -> None:
         # An attribute of the object hides the parameter during the forward pass.
+        before: dict[str, Any] = {}
+        entered.append(before)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                shown[name] = vars(module).get(name)
+                before[name] = vars(module).get(name)
                 vars(module)[name] = _SummedGradient.apply(getattr(module, name), group)  # type: ignore[no-untyped-call]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        while shown:
-            name, before = shown.popitem()
-            del vars(module)[name]
-            if before is not None:
-                vars(module)[name] = before
+        for name, value in (entered.pop() if entered else {}).items():
+            if value is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = value
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

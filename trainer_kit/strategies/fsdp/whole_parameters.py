@@ -126,12 +126,16 @@ class WholeParameters:
             parameter.grad = self._replicated(gradient)
         else:
             _local(parameter.grad).add_(gradient)
+        for hook in [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]:
+            hook(parameter)
 
     def _follow(self, module: nn.Module, inputs: Any) -> None:
         """Take over what has been changed since the last pass: whether a parameter is trained."""
         if self._is_hidden:
             return
         for plain, parameter in self.shown.items():
+            if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+                plain.grad = None  # of a backward pass that has failed
             if not plain.is_set_to(_local(parameter)):
                 name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
                 raise ValueError(f"{name!r} was given other data; change it in place: {name}.data.copy_(value)")
