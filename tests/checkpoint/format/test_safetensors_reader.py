@@ -264,6 +264,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # once in a process
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(box=boxes(), dtype=st.sampled_from([*DTYPE_NAMES, *AS_REAL]), is_contiguous=st.booleans())
 def test_a_part_is_what_slicing_gives_and_nothing_else_is_read(
