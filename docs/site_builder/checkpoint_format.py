@@ -67,7 +67,7 @@ def checkpoint_format() -> str:
         f"Entries of `run.stateful` have their own names.\n\n{table(['file', 'content'], states)}\n\n"
         f"## state/trainer.json\n\n{_fields(trainer_state._TRAINER | trainer_state._FACTS, _MEANINGS)}\n\n"
         f"`counters` are the fields of [`TrainState`](trainer.md#trainer_kit.TrainState):\n\n"
-        f"{_fields(trainer_state._COUNTERS, counters)}\n\n"
+        f"{_fields(trainer_state._COUNTERS | trainer_state._LATER_COUNTERS, counters)}\n\n"
         f"`plan` has:\n\n{_fields(trainer_state._PLAN | trainer_state._FULL_SIZE, _MEANINGS)}"
     )
 

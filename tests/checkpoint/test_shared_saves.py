@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,7 @@ def train_until_signalled(folder: str, number: signal.Signals, kind: type[DDP]) 
         def signalled(staging: Path, *args: Any) -> Any:
             if "checkpoint-4-" in staging.name:
                 os.kill(os.getpid(), number)
+                time.sleep(1)  # this thread may run on until the signal has reached the process
             return write(staging, *args)
 
         if rank == 1:

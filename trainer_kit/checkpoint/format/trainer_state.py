@@ -73,6 +73,7 @@ _COUNTERS: Mapping[str, Rule] = {
     "micro_batch": or_none(_SIZE),
     "eval_batch": or_none(_SIZE),
 }
+_LATER_COUNTERS: Mapping[str, Rule] = {"learning_rate": or_none(_FLOAT)}  # earlier versions did not write it
 _TRAINER: Mapping[str, Rule] = {
     "counters": OBJECT,
     "evaluate": BOOL,
@@ -163,8 +164,8 @@ def read_trainer(directory: Path) -> dict[str, Any] | None:
     if "order" in trainer:  # earlier versions did not write it
         file.check(trainer, _FACTS)
     file.check(trainer["counters"], _COUNTERS, "counters.")
-    if "learning_rate" in trainer["counters"]:  # earlier versions did not write it
-        file.check(trainer["counters"], {"learning_rate": or_none(_FLOAT)}, "counters.")
+    if "learning_rate" in trainer["counters"]:
+        file.check(trainer["counters"], _LATER_COUNTERS, "counters.")
     file.check(trainer["plan"], _PLAN, "plan.")
     if "full_processes" in trainer["plan"]:  # earlier versions did not write it
         file.check(trainer["plan"], _FULL_SIZE, "plan.")
