@@ -106,11 +106,11 @@ class _Adapter(Callback):
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
         self._log(run, metrics)
-        self._call_with_numbers("on_evaluate", run, "metrics", metrics, epoch=run.state.epochs)
+        self._call_with_numbers("on_evaluate", run, "metrics", metrics, {**metrics, "epoch": run.state.epochs})
         self._set_best(run.state)
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._call_with_numbers("on_predict", run, "metrics", metrics)
+        self._call_with_numbers("on_predict", run, "metrics", metrics, metrics)
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._set_best(run.state)
@@ -152,11 +152,12 @@ class _Adapter(Callback):
     def _log(self, run: Run, values: dict[str, Any]) -> None:
         logs = {name: value for name, value in values.items() if name != "step"} | {"epoch": run.state.epochs}
         self._state.log_history.append({**logs, "step": run.state.step})
-        self._call_with_numbers("on_log", run, "logs", values, epoch=run.state.epochs)
+        self._call_with_numbers("on_log", run, "logs", values, logs)
 
-    def _call_with_numbers(self, hook: str, run: Run, keyword: str, values: dict[str, Any], **others: Any) -> None:
-        """Call a hook with numbers, and keep those that it adds."""
-        given = {name: value for name, value in values.items() if name != "step"} | others
+    def _call_with_numbers(
+        self, hook: str, run: Run, keyword: str, values: dict[str, Any], given: dict[str, Any]
+    ) -> None:
+        """Call a hook with a copy of what it is given, and add the numbers that it adds to the values."""
         found = dict(given)
         event: dict[str, Any] = {keyword: found}
         self._call(hook, run, **event)

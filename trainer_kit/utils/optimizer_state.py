@@ -249,15 +249,13 @@ def _restore_values(saved: Any, loaded: Any) -> None:
     """
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
-            if isinstance(saved[key], str) or (_is_number(saved[key]) and isinstance(loaded[key], torch.Tensor)):
+            if isinstance(saved[key], str) or (
+                isinstance(saved[key], (int, float)) and isinstance(loaded[key], torch.Tensor)
+            ):
                 loaded[key] = saved[key]
             elif isinstance(saved[key], deque):
                 loaded[key] = deque(loaded[key], saved[key].maxlen)
             _restore_values(saved[key], loaded[key])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _check_loaded(optimizer: Optimizer, saved: dict[str, Any], loaded: dict[str, Any]) -> None:

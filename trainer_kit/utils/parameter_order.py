@@ -16,7 +16,7 @@ def add_model_names(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, 
 
     Parameters of other modules get none; a state without descriptions stays as it is.
     """
-    names = {parameter: name for name, parameter in without_wrappers(model).named_parameters()}
+    names = _names_of(model)
     for group, described in zip(optimizer.param_groups, state.get(GROUPS, ()), strict=False):
         for parameter, each in zip(group["params"], described["params"], strict=True):
             if parameter in names:
@@ -40,7 +40,7 @@ def follow_order(
         ValueError: If a group has another parameter of the model than the saved one, or an optimizer that consists of
             several has another order.
     """
-    names = {parameter: name for name, parameter in without_wrappers(model).named_parameters()}
+    names = _names_of(model)
     orders, known = [], set(names.values())
     for number, (group, described) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         own = [names.get(parameter) for parameter in group["params"]]
@@ -58,6 +58,10 @@ def follow_order(
         for values in (group["params"], group.get("param_names")):
             if values is not None:
                 values[:] = [values[place] for place in order]
+
+
+def _names_of(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in without_wrappers(model).named_parameters()}
 
 
 def _order(own: list[str | None], saved: list[str | None], differs: str) -> list[int]:

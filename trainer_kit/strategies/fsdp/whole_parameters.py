@@ -133,8 +133,9 @@ class WholeParameters:
         """Take over what has been changed since the last pass: whether a parameter is trained."""
         if self._is_hidden:
             return
+        is_recomputed = torch._C._current_graph_task_id() != -1
         for plain, parameter in self.shown.items():
-            if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+            if not is_recomputed:
                 plain.grad = None  # of a backward pass that has failed
             if not plain.is_set_to(_local(parameter)):
                 name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
