@@ -167,14 +167,6 @@ def test_accelerates_further_arguments_are_named_and_have_no_effect(tmp_path: Pa
     assert torch.equal(model.weight, kept)
 
 
-def test_a_loaded_state_replaces_gradients(tmp_path: Path) -> None:
-    loop = Loop()
-    loop.accelerator.save_state(tmp_path / "state")
-    loop.accelerator.backward(loop.model(torch.ones(2, 4)).sum())
-    loop.accelerator.load_state(tmp_path / "state")
-    assert all(parameter.grad is None for parameter in loop.model.parameters())
-
-
 def test_the_format_is_the_one_of_the_trainer(tmp_path: Path) -> None:
     loop = Loop()
     loop.train(3, tmp_path / "state")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +112,54 @@ def test_whether_a_step_was_skipped_can_be_read_later() -> None:
     second.step()
     assert not second.step_was_skipped
     assert accelerator.optimizer_step_was_skipped is False
+
+
+def alike(step: int) -> tuple[Accelerator, list[Any], list[Any]]:
+    """Two models of equal shapes with an optimizer each, whose parameters come in their order or against it."""
+    torch.manual_seed(2)
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)]
+    mixed = [[*models[0].parameters(), models[1][0].weight], [*models[1].parameters()][1:]]
+    optimizers = [torch.optim.AdamW(parameters[::step], lr=0.1) for parameters in mixed]
+    prepared = accelerator.prepare(*models, *optimizers)
+    return accelerator, [*prepared[:2]], [*prepared[2:]]
+
+
+def trained(accelerator: Accelerator, models: list[Any], optimizers: list[Any], steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        accelerator.backward(models[1](models[0](torch.full((2, 4), 0.1 * step + 1)).tanh()).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value.detach().clone() for model in models for value in model.state_dict().values()]
+
+
+def test_parameters_in_another_order_get_their_own_moments(tmp_path: Path) -> None:
+    straight = trained(*alike(1), range(6))
+    first = alike(1)
+    trained(*first, range(3))
+    first[0].save_state(tmp_path / "state")
+    second = alike(-1)
+    second[0].load_state(tmp_path / "state")
+    for one, other in zip(trained(*second, range(3, 6)), straight, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_optimizers_in_another_order_are_refused(tmp_path: Path) -> None:
+    accelerator, models, _ = alike(1)
+    accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    accelerator.prepare(*models, *optimizers)
+    with pytest.raises(
+        ValueError, match=r"the optimizer has groups of \[6\] parameters, but .*state was made with \[7\]"
+    ):
+        accelerator.load_state(tmp_path / "state")
+    first, second = (torch.optim.AdamW(model[:2].parameters()) for model in models)
+    one, other = Accelerator(cpu=True), Accelerator(cpu=True)
+    one.prepare(*models, first, second)
+    one.save_state(tmp_path / "one")
+    other.prepare(*models, second, first)
+    message = "group 0 of the optimizer has 'model_1.0.weight' where .*one has 'model.0.weight'; resume with the same"
+    with pytest.raises(ValueError, match=message):
+        other.load_state(tmp_path / "one")

@@ -5,21 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.boxes import Reads, cut, rows, rows_of
 from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
-from trainer_kit.checkpoint import take_snapshot, user_states, write_checkpoint
-from trainer_kit.checkpoint.compatibility import default_request, fitting_optimizer_state, report_changes
+from trainer_kit.checkpoint import user_states
+from trainer_kit.checkpoint.compatibility import default_request, report_changes
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.data.sampling import Layout
 from trainer_kit.optim import make_scheduler
-from trainer_kit.utils.optimizer_state import optimizer_state
 
 STEP = 3
 
@@ -123,44 +120,6 @@ def test_an_optimizer_of_parameters_in_another_order_is_refused(
     with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=True)
     assert contents(tmp_path) == before
-
-
-def test_every_optimizer_of_torch_fits_itself(tmp_path: Path) -> None:
-    """Whatever it keeps: of a parameter's shape, a row or a column of it, or one number."""
-    for number, kind in enumerate(("Adafactor", "ASGD", "NAdam", "Rprop", "RMSprop", "Adagrad")):
-        for steps in (2, 3):
-            trainer = make_trainer(tmp_path / str(number), max_steps=steps)
-            trainer.optimizer = getattr(torch.optim, kind)(trainer.run.model.parameters(), lr=1e-3)
-            trainer.train(resume_from_checkpoint=True)
-        assert trainer.run.state.step == 3
-
-
-def test_of_a_sharded_parameters_state_only_its_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (1,), (5, 2, 2))])
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    states = {"optimizer": optimizer_state(optimizer), "trainer": {"lr_scheduler": "NoneType"}}
-    checkpoint = write_checkpoint(tmp_path, take_snapshot(1, {}, states, arguments={}))
-    run: Any = SimpleNamespace(model=torch.nn.Module(), optimizer=optimizer, lr_scheduler=None)
-    reads, held = Reads(monkeypatch), 0
-    found = fitting_optimizer_state(run, checkpoint, rows_of(1, 2))
-    for number, state in optimizer.state_dict()["state"].items():
-        assert torch.equal(found["state"][number]["step"], state["step"])
-        held += state["step"].nbytes
-        for name in ("exp_avg", "exp_avg_sq"):
-            box = rows(tuple(state[name].shape), 1, 2)
-            assert found["state"][number][name].shape == state[name].shape
-            assert torch.equal(cut(found["state"][number][name], box), cut(state[name], box))
-            held += cut(state[name], box).nbytes
-    assert reads.nbytes == held
-    assert same_state(fitting_optimizer_state(run, checkpoint)["state"], optimizer.state_dict()["state"])
-
-
-def same_state(left: dict[int, Any], right: dict[int, Any]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(left[number][name], value) for number, state in right.items() for name, value in state.items()
-    )
 
 
 def test_another_number_of_workers_of_a_stream_is_refused_at_once(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def test_its_state_comes_back() -> None:
     assert torch.equal(other.exp_avg_unc["a"], torch.zeros(2))
 
 
+def test_a_new_one_is_new_again() -> None:
+    allocator = RankAllocator()
+    allocator.exp_avg_unc, allocator.peft_config.rank_pattern = {"a": torch.ones(2)}, {"a": [True]}
+    set_state_of_allocator(allocator, {}, torch.device("cpu"))
+    assert state_of_allocator(allocator) == {}
+    assert allocator.peft_config.rank_pattern is None
+
+
 def test_the_averages_are_dropped_where_the_saved_one_has_none() -> None:
     allocator = RankAllocator()
     allocator.exp_avg_ipt = {"a": torch.ones(2)}

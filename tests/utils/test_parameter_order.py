@@ -13,8 +13,9 @@ from kit.trainer import arguments
 from scenarios.task import Noisy, StopAt
 from torch import nn
 
-from trainer_kit import FSDP, Trainer
-from trainer_kit.utils.optimizer_state import described_groups, optimizer_state
+from trainer_kit import FSDP, Callback, Run, SingleDevice, Trainer
+from trainer_kit.checkpoint import read_state
+from trainer_kit.utils.optimizer_state import MODEL_NAME, described_groups, optimizer_state
 from trainer_kit.utils.parameter_order import add_model_names, follow_order
 
 STEPS = 6
@@ -44,7 +45,7 @@ def train(folder: Path, groups: Any = grouped, step: int = 1, stop: int | None =
     model = Alike()
     made = torch.optim.AdamW(groups(model, step))
     args = arguments(folder, max_steps=STEPS, save_strategy="steps", save_steps=STEPS, **options.pop("args", {}))
-    callbacks = [] if stop is None else [StopAt(stop)]
+    callbacks = [*options.pop("callbacks", []), *([] if stop is None else [StopAt(stop)])]
     trainer = Trainer(model, args, Noisy(), callbacks=callbacks, optimizer=made, lr_scheduler=constant, **options)
     trainer.train(resume_from_checkpoint=True)
     found = trainer.run.strategy.model_state(trainer.run.model).values()
@@ -80,6 +81,29 @@ def resume_sharded(folder: str) -> list[torch.Tensor]:
     return resumed
 
 
+class Looks(Callback):
+    """Calls the model with gradients right before each save, so that its weights are whole then."""
+
+    def on_step_end(self, run: Run) -> None:
+        (parameter,) = {each.device for each in run.model.parameters()}
+        run.model(torch.ones(4, 8, device=parameter), torch.zeros(4, dtype=torch.long, device=parameter))
+
+
+def names_saved(folder: str) -> list[str | None]:
+    options = {"strategy": FSDP(device="cpu", reshard_after_forward=False), "callbacks": [Looks()]}
+    train(Path(folder), args={"per_device_train_batch_size": 4}, **options)
+    state = read_state(Path(folder) / "run" / f"checkpoint-{STEPS}", "optimizer")
+    assert state is not None
+    return [each.get(MODEL_NAME) for group in described_groups(state) for each in group["params"]]
+
+
+@pytest.mark.distributed
+def test_names_are_found_while_the_weights_are_whole(tmp_path: Path) -> None:
+    for names in on_ranks(2, names_saved, str(tmp_path)):
+        assert {name.rpartition(".")[2] for name in names if name} == {"weight", "bias"}
+        assert None not in names
+
+
 @pytest.mark.distributed
 def test_sharded_parameters_get_their_own_moments(tmp_path: Path) -> None:
     first, second = on_ranks(2, resume_sharded, str(tmp_path))
@@ -98,9 +122,13 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
         train(tmp_path, mixed)
 
 
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    return SingleDevice(device="cpu").parameter_names(model)
+
+
 def saved_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
     state = optimizer_state(optimizer)
-    add_model_names(state, optimizer, model)
+    add_model_names(state, optimizer, names_of(model))
     return described_groups(state)
 
 
@@ -110,7 +138,7 @@ def test_parameters_without_a_name_keep_their_order() -> None:
     own = [layer.weight for layer in model.layers[:3]]
     saved = saved_groups(torch.optim.SGD([own[0], other, own[1], loss.weight, own[2]]), nn.DataParallel(model))
     optimizer = torch.optim.SGD([other, own[2], loss.weight, own[0], own[1]])
-    follow_order(optimizer, model, saved, "there")
+    follow_order(optimizer, names_of(model), saved, "there")
     order = optimizer.param_groups[0]["params"]
     assert all(one is two for one, two in zip(order, [own[0], other, own[1], loss.weight, own[2]], strict=True))
 
@@ -121,7 +149,7 @@ def test_names_that_the_model_lacks_or_that_were_not_saved_change_nothing() -> N
     before = [*optimizer.param_groups[0]["params"]]
     ordinary = torch.optim.SGD(model.parameters())
     for saved in (described_groups(optimizer_state(ordinary)), saved_groups(ordinary, nn.ModuleList([model]))):
-        follow_order(optimizer, model, saved, "there")
+        follow_order(optimizer, names_of(model), saved, "there")
         assert all(one is two for one, two in zip(optimizer.param_groups[0]["params"], before, strict=True))
 
 
@@ -136,6 +164,6 @@ class Inner(torch.optim.SGD):
 def test_an_optimizer_of_several_in_another_order_is_refused() -> None:
     model = Alike()
     saved = saved_groups(torch.optim.SGD(model.parameters()), model)
-    follow_order(Inner(model.parameters()), model, saved, "there")
+    follow_order(Inner(model.parameters()), names_of(model), saved, "there")
     with pytest.raises(ValueError, match=r"the Inner consists of several optimizers.* than in there; resume with"):
-        follow_order(Inner([*model.parameters()][::-1]), model, saved, "there")
+        follow_order(Inner([*model.parameters()][::-1]), names_of(model), saved, "there")

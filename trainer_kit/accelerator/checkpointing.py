@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trainer_kit.accelerator.model_saving import ModelSaving
+from trainer_kit.accelerator.partial_gradients import partial_gradients, restore_gradients
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
 from trainer_kit.accelerator.state_hooks import StateHooks
@@ -44,17 +45,18 @@ from trainer_kit.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from trainer_kit.checkpoint.compatibility import read_optimizer_state
 from trainer_kit.checkpoint.format.commit import staging_folder
 from trainer_kit.checkpoint.format.discovery import is_of_run, recover_replaced
 from trainer_kit.checkpoint.format.disk import make_run_folder, remove_folder
 from trainer_kit.checkpoint.format.export import refuse_pickles
 from trainer_kit.checkpoint.format.loading import load_weights
 from trainer_kit.checkpoint.integrity import fetch_verified
+from trainer_kit.checkpoint.optimizer_states import read_optimizer_state
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
 from trainer_kit.checkpoint.writers import Writers
 from trainer_kit.strategies.base import Strategy
 from trainer_kit.utils.optimizer_state import check_optimizer_state
+from trainer_kit.utils.parameter_order import add_model_names
 from trainer_kit.utils.rng import generator_states, set_generator_states
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -180,7 +182,7 @@ class Checkpointing(StateHooks, ModelSaving):
             loader.load_state_dict(saved)
         self._run_id, self.flow.steps, self.flow.batches = state["run_id"], state["steps"], state["batches"]
         self._check_schedules(state.get("schedule_steps", []))
-        self._restore_gradients(read_state(source, "gradients") or {})
+        restore_gradients(self.strategy, prepared.models, read_state(source, "gradients") or {})
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
             logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
         else:
@@ -236,10 +238,11 @@ class Checkpointing(StateHooks, ModelSaving):
             },
             "loaders": [loader.state_dict() for loader in prepared.loaders],
             "precision": precision.state_dict() if precision is not None else {},
-            "gradients": self._gradients() if self.flow.batches else {},
+            "gradients": partial_gradients(self.strategy, prepared.models) if self.flow.batches else {},
         }
         for name, each in numbered("optimizer", prepared.optimizers):
             states[name] = self.strategy.optimizer_state(each.optimizer)
+            add_model_names(states[name], each.optimizer, self._parameter_names())
         for name, each in numbered("lr_scheduler", prepared.schedulers):
             states[name] = each.state_dict()
         for name, each in self._registered():
@@ -249,32 +252,12 @@ class Checkpointing(StateHooks, ModelSaving):
             states[f"rng-{rank:05d}"] = state
         return states
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of an unfinished optimizer step, summed over the processes."""
-        named = self._trained()
-        held = self.strategy.collectives.all_reduce_ints([int(parameter.grad is not None) for _, parameter in named])
-        summed = {}
-        for (name, parameter), holders in zip(named, held, strict=True):
-            if holders:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if not self.strategy.sharding.is_active:  # else the backward pass has summed it already
-                    gradient = self.strategy.collectives.all_reduce(gradient.to_dense())
-                    gradient = gradient.div_(self._local_scale) if self._local_scale > 1 else gradient
-                summed[name] = gradient
-        return summed
-
-    @property
-    def _local_scale(self) -> int:
-        """Factor of gradients that are not summed over the processes yet, see `Strategy.backward`."""
-        return 1 if self.strategy.sharding.is_active else self.strategy.world_size
-
-    def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (f"{number}.{name}", parameter)
-            for number, model in enumerate(self._prepared.models)
-            for name, parameter in self.strategy.unwrap(model).named_parameters()
-            if parameter.requires_grad
-        ]
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        return {
+            parameter: f"{stem}.{name}"
+            for stem, model in numbered("model", self._prepared.models)
+            for parameter, name in self.strategy.parameter_names(model).items()
+        }
 
     def _registered(self) -> Iterator[tuple[str, Any]]:
         """Yield the registered objects by class name: `custom_EMA`, the second `custom_EMA_1`."""
@@ -395,7 +378,9 @@ class Checkpointing(StateHooks, ModelSaving):
         ):
             is_optimizer = isinstance(each, PreparedOptimizer)
             saved = (
-                read_optimizer_state(source, name, each.optimizer, self.strategy.sharding.placement)
+                read_optimizer_state(
+                    source, name, each.optimizer, self._parameter_names(), self.strategy.sharding.placement
+                )
                 if is_optimizer
                 else read_state(source, name)
             )
@@ -418,14 +403,6 @@ class Checkpointing(StateHooks, ModelSaving):
                     scheduler.rule.repeats,
                 )
                 return
-
-    def _restore_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self._trained():
-            parameter.grad = None
-            if name in gradients and self.strategy.sharding.is_active:
-                parameter.grad = self.strategy.sharding.place_like(gradients[name], parameter)
-            elif name in gradients and self.strategy.is_main:  # the next backward pass sums them over all processes
-                parameter.grad = torch.empty_like(parameter).copy_(gradients[name]).mul_(self._local_scale)
 
 
 def _name_ignored(call: str, given: Mapping[str, Any]) -> None:

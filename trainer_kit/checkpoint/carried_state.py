@@ -103,9 +103,7 @@ class CarriedState:
             plan: The run's plan. If its batches have another size than those of the checkpoint, buffers that have
                 another shape than the model's begin as it was made.
         """
-        states, collectives = read_carried(directory), self._run.strategy.collectives
-        if not states:
-            return
+        states, collectives = read_carried(directory) or [{}], self._run.strategy.collectives
         trainer = read_trainer(directory)
         assert trainer is not None
         if len(states) in (1, collectives.readers):
@@ -130,8 +128,8 @@ class CarriedState:
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
                     set_state_of_generator(each, generators[name])
                     del generators[name]
-            elif name in allocators and is_rank_allocator(each):
-                set_state_of_allocator(each, allocators.pop(name), self._run.strategy.device)
+            elif is_rank_allocator(each):  # one that was new is so again after a rollback
+                set_state_of_allocator(each, allocators.pop(name, {}), self._run.strategy.device)
         if lost := [*buffers, *generators, *allocators]:
             self._warn(f"the model begins without the state that the checkpoint holds for {join_names(lost)}")
         if attributes := state.get("attributes"):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
-from trainer_kit.checkpoint.format.discovery import is_of_transformers, read_outline, read_state_into
+from trainer_kit.checkpoint.format.discovery import is_of_transformers
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
 from trainer_kit.checkpoint.generations import has_state
+from trainer_kit.checkpoint.optimizer_states import NEW_RUN, read_optimizer_state
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.reader import check_workers
 from trainer_kit.data.run_length import RunLength, step_numbers
@@ -23,8 +23,6 @@ from trainer_kit.errors import CheckpointError
 from trainer_kit.optim import Schedule, set_rate
 from trainer_kit.run import Run
 from trainer_kit.utils.box import Placement, unsharded
-from trainer_kit.utils.optimizer_state import described_groups
-from trainer_kit.utils.parameter_order import follow_order
 from trainer_kit.utils.run_lock import holder_of
 from trainer_kit.utils.units import describe_shares, format_count
 from trainer_kit.utils.user_warnings import warn
@@ -47,8 +45,6 @@ _ORDERS = {
     "sampler": "a sampler",
     "stream": "an iterable dataset",
 }
-
-_ANEW = "start a new run with load_checkpoint_in_model(model, checkpoint)"
 
 
 def default_request(args: TrainingArguments, restarts: int) -> bool | str | None:
@@ -156,7 +152,7 @@ def check_same_run(run: Run, trainer: Mapping[str, Any], data_state: Mapping[str
     if length != saved:
         raise ValueError(
             f"train_dataset has {length} samples, but {directory} was made with {saved}: which of them were seen is "
-            f"unknown; give the same dataset, or {_ANEW}"
+            f"unknown; give the same dataset, or {NEW_RUN}"
         )
     if run.args.seed != trainer["seed"]:
         raise ValueError(
@@ -186,14 +182,14 @@ def check_same_order(run: Run, trainer: Mapping[str, Any], directory: Path) -> N
     if trainer["counters"]["position"] and now != before:
         raise ValueError(
             f"the run has {_ORDERS[now]}, but {directory} was made with {_ORDERS[before]}, in the middle of an epoch: "
-            f"the order of samples would change; resume with the same one, or {_ANEW}"
+            f"the order of samples would change; resume with the same one, or {NEW_RUN}"
         )
 
 
 def _check_same_kind(role: str, made: Any, trainer: Mapping[str, Any], directory: Path) -> None:
     if (name := type(made).__name__) != trainer[role]:
         raise ValueError(
-            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or {_ANEW}"
+            f"the {role} is {name}, but {directory} was made with {trainer[role]}; resume with that one, or {NEW_RUN}"
         )
 
 
@@ -205,95 +201,19 @@ def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = un
     Args:
         run: The run, with its optimizer.
         directory: Folder of the checkpoint.
-        placement: Returns the part of a parameter, or of a tensor that is sharded like it, that this process holds.
-            State tensors of its shape are then sharded like it, and only their parts are read.
+        placement: See `read_optimizer_state`.
 
     Raises:
-        CheckpointError: If the state is damaged.
+        CheckpointError: If the state is damaged or missing.
         ValueError: If the state belongs to other parameters, or the schedule has another class.
     """
     assert run.optimizer is not None
     _check_same_kind("lr_scheduler", run.lr_scheduler, read_state(directory, "trainer") or {}, directory)
-    saved: dict[str, Any] = read_outline(directory, "optimizer") or {}
-    try:
-        groups = described_groups(saved)
-    except ValueError as error:
-        raise CheckpointError(f"{directory} is damaged: {error}") from error
-    sizes = [[len(group["params"]) for group in each] for each in (run.optimizer.param_groups, groups)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the optimizer has groups of {sizes[0]} parameters, but {directory} was made with {sizes[1]}; resume with "
-            f"the same parameters frozen and the same weight_decay, or {_ANEW}"
-        )
-    follow_order(run.optimizer, run.model, groups, directory)
-    for own, group in zip(run.optimizer.param_groups, groups, strict=True):
-        names = own.get("param_names") or [None] * len(own["params"])
-        for name, other in zip(names, group["params"], strict=True):
-            if None not in (name, other["name"]) and name != other["name"]:
-                raise ValueError(
-                    f"the optimizer has {name!r} where {directory} has {other['name']!r}; resume with the parameters "
-                    f"in the same order, or {_ANEW}"
-                )
-    _check_shapes(run.optimizer, saved, groups, directory)
-    return read_optimizer_state(directory, "optimizer", run.optimizer, placement) or {}
-
-
-def read_optimizer_state(
-    directory: Path, name: str, optimizer: torch.optim.Optimizer, placement: Placement
-) -> dict[str, Any] | None:
-    """Read an optimizer's state from a checkpoint; None if there is none of this name.
-
-    Args:
-        directory: Folder of the checkpoint.
-        name: Name of the state.
-        optimizer: The optimizer, with the parameters of the checkpoint's.
-        placement: See `fitting_optimizer_state`.
-
-    Raises:
-        CheckpointError: If the state is damaged.
-    """
-    saved: dict[str, Any] | None = read_outline(directory, name)
-    if saved is None:
-        return None
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    targets: dict[tuple[Any, ...], torch.Tensor] = {
-        ("state", number, name): torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        for number, parameter in enumerate(parameters)
-        if placement(parameter) is not None
-        for name, value in saved["state"].get(number, {}).items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    }
-    state: dict[str, Any] | None = read_state_into(directory, name, targets, placement)
+    names = run.strategy.parameter_names(run.model)
+    state = read_optimizer_state(directory, "optimizer", run.optimizer, names, placement)
+    if state is None:
+        raise CheckpointError(f"{directory} is damaged: it holds no state of the optimizer")
     return state
-
-
-def _check_shapes(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: list[dict[str, Any]], directory: Path
-) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    described = [each for group in groups for each in group["params"]]
-    for number, (parameter, other) in enumerate(zip(parameters, described, strict=True)):
-        if [*parameter.shape] != other["shape"]:
-            raise ValueError(
-                f"the optimizer's parameter {number} is of shape {[*parameter.shape]}, but in {directory} of "
-                f"{other['shape']}; resume with the parameters in the same order, or {_ANEW}"
-            )
-        if type(optimizer).__module__.startswith("torch.optim"):
-            _check_state_shapes(parameter, saved["state"].get(number, {}), number, directory)
-
-
-def _check_state_shapes(parameter: torch.Tensor, state: Mapping[str, Any], number: int, directory: Path) -> None:
-    """Check that each dimension of a state tensor is the parameter's or 1 (Adafactor's rows and columns)."""
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            continue
-        if value.ndim != parameter.ndim or any(
-            size not in (1, of) for size, of in zip(value.shape, parameter.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"{directory} is damaged: the {name!r} of the optimizer's parameter {number}, which is of shape "
-                f"{[*parameter.shape]}, is of {[*value.shape]}"
-            )
 
 
 def load_scheduler(run: Run, directory: Path) -> None:
@@ -316,7 +236,7 @@ def load_scheduler(run: Run, directory: Path) -> None:
     except Exception as error:
         raise ValueError(
             f"the {type(scheduler).__name__} does not take the state in {directory}: {type(error).__name__}: {error}; "
-            f"resume with the same schedule, or {_ANEW}"
+            f"resume with the same schedule, or {NEW_RUN}"
         ) from error
 
 

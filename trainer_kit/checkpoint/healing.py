@@ -116,7 +116,8 @@ def _take(checkpoints: CheckpointManager, states: dict[str, Any]) -> None:
     checkpoints.carried.load_state(states[CARRIED_STATE])
     if values := states[values_name()]:
         run.strategy.load_model_state(run.model, values)
-    follow_order(run.optimizer, run.model, described_groups(states["optimizer"]), "the other process")
+    names = run.strategy.parameter_names(run.model)
+    follow_order(run.optimizer, names, described_groups(states["optimizer"]), "the other process")
     run.strategy.load_optimizer_state(run.optimizer, states["optimizer"])
     run.lr_scheduler.load_state_dict(states["lr_scheduler"])
     if run.strategy.precision is not None:

@@ -29,5 +29,4 @@ def set_state_of_allocator(allocator: Any, state: Mapping[str, Any], device: tor
     for name in _AVERAGES:
         setattr(allocator, name, {key: value.to(device) for key, value in state.get(name, {}).items()})
     allocator.ipt = {**getattr(allocator, _AVERAGES[0])}  # whose values the next update replaces
-    if "rank_pattern" in state:
-        allocator.peft_config.rank_pattern = {**state["rank_pattern"]}
+    allocator.peft_config.rank_pattern = {**state.get("rank_pattern", {})} or None

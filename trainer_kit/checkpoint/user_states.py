@@ -97,7 +97,7 @@ def taken_optimizer_state(run: Run) -> Callable[[], dict[str, Any]]:
     taken: Future[dict[str, Any]] = Future()
     try:
         state = run.strategy.optimizer_state(run.optimizer)
-        add_model_names(state, run.optimizer, run.model)
+        add_model_names(state, run.optimizer, run.strategy.parameter_names(run.model))
         taken.set_result(state)
     except Exception as error:
         taken.set_exception(error)

@@ -235,12 +235,12 @@ class TrainingLoop:
         run, self._has_checked_step = self.run, True
         assert run.optimizer is not None
         check_all_known(run.optimizer, run.model, self._known)
-        saves = self.args.save_strategy != "no"
+        saved = [self.events, *run.stateful.values()] if self.args.save_strategy != "no" else None
         if run.strategy.is_main:
             if run.strategy.device_info.compilations()[0] == 0:  # what compiled code calls is not known
                 warn_of_unused_checkpointing(run.model)
-            self._outside.warn(run.optimizer, [self.events, *run.stateful.values()] if saves else None)
-        if saves:
+            self._outside.warn(run.optimizer, run.strategy.parameter_names(run.model), saved)
+        if saved is not None:
             check_optimizer_storable(run.optimizer, self.args)
             with averaged_weights(run.optimizer):  # as in a save
                 self.checkpoints.check_space(run.strategy.model_state(self.loss.model))

@@ -38,15 +38,17 @@ class OutsideModules:
 
     def __init__(self, compute_loss: Callable[..., Any] | None, model: nn.Module) -> None:
         modules, optimizers = _found(compute_loss, model)
-        self._model = model
         self._before = {module: _gradients(module) for module in modules}
         self._trained = {parameter for each in optimizers for parameter in _parameters(each)}
 
-    def warn(self, optimizer: torch.optim.Optimizer, saved: Iterable[Stateful] | None) -> None:
+    def warn(
+        self, optimizer: torch.optim.Optimizer, own: Iterable[torch.Tensor], saved: Iterable[Stateful] | None
+    ) -> None:
         """Warn of what the first step has shown: weights that nothing trains or saves.
 
         Args:
             optimizer: The run's optimizer.
+            own: The model's parameters.
             saved: What checkpoints hold apart from model and optimizer; None in a run without checkpoints.
         """
         held = set(_parameters(optimizer))
@@ -57,7 +59,7 @@ class OutsideModules:
                 f"compute_loss computes gradients for weights of {_named(forgotten)}, which the optimizer does not "
                 "have and so does not train; make it a part of the model, or freeze it by requires_grad_(False)"
             )
-        strangers = held.difference(self._model.parameters())
+        strangers = held.difference(own)
         if saved is None or not strangers:
             return
         safe = {tensor.data_ptr() for tensor in tensors([each.state_dict() for each in saved])}

@@ -399,6 +399,10 @@ class Strategy:
         """
         without_wrappers(self.unwrap(model)).load_state_dict(state, strict=False)
 
+    def parameter_names(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
+        """Return the user's own name of each parameter, without the prefixes of wrappers."""
+        return {each: name for name, each in without_wrappers(self.unwrap(model)).named_parameters()}
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for a checkpoint.
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from trainer_kit.utils.optimizer_state import GROUPS, MODEL_NAME, optimizers_in
-from trainer_kit.utils.wrappers import without_wrappers
 
 
-def add_model_names(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+def add_model_names(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> None:
     """Add the model's names of the parameters to their descriptions in a state that `optimizer_state` returned.
 
-    Parameters of other modules get none; a state without descriptions stays as it is.
+    Parameters without a name in `names` get none; a state without descriptions stays as it is.
     """
-    names = _names_of(model)
     for group, described in zip(optimizer.param_groups, state.get(GROUPS, ()), strict=False):
         for parameter, each in zip(group["params"], described["params"], strict=True):
             if parameter in names:
@@ -24,15 +24,18 @@ def add_model_names(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, 
 
 
 def follow_order(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]], source: Any
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    groups: Sequence[Mapping[str, Any]],
+    source: Any,
 ) -> None:
     """Bring the parameters in each group of an optimizer without state into the order of a saved one.
 
-    Parameters whose names in `model` were not saved, and those of other modules, keep their order.
+    Parameters whose names were not saved, and those that have none in `names`, keep their order.
 
     Args:
         optimizer: The optimizer, with as many parameters in each group as the saved one.
-        model: The model.
+        names: The model's names of the parameters, as `Strategy.parameter_names` returns them.
         groups: Description of the saved groups.
         source: What holds the saved state, for errors.
 
@@ -40,7 +43,6 @@ def follow_order(
         ValueError: If a group has another parameter of the model than the saved one, or an optimizer that consists of
             several has another order.
     """
-    names = _names_of(model)
     orders, known = [], set(names.values())
     for number, (group, described) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         own = [names.get(parameter) for parameter in group["params"]]
@@ -58,10 +60,6 @@ def follow_order(
         for values in (group["params"], group.get("param_names")):
             if values is not None:
                 values[:] = [values[place] for place in order]
-
-
-def _names_of(model: torch.nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: name for name, parameter in without_wrappers(model).named_parameters()}
 
 
 def _order(own: list[str | None], saved: list[str | None], differs: str) -> list[int]:

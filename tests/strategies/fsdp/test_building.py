@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from kit.sharded import FAMILIES, family, placement, shard, whole
 from torch import nn
 
 from trainer_kit.checkpoint import save_tensors, take_snapshot, write_checkpoint
-from trainer_kit.checkpoint.compatibility import fitting_optimizer_state
 from trainer_kit.checkpoint.format.loading import load_weights
+from trainer_kit.checkpoint.optimizer_states import read_optimizer_state
 from trainer_kit.strategies.ddp import DDP
 from trainer_kit.strategies.fsdp.building import check_complete, refill_buffers
 from trainer_kit.strategies.fsdp.placement import fill_from_main
@@ -204,9 +203,10 @@ def resumed(folder: Path, make: Any, dtype: torch.dtype) -> tuple[dict[str, torc
         model = tiny(dtype)
     shard(model).to_empty(device="cpu")
     optimizer = make(model.parameters())
-    run: Any = SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=None)
     load_weights(model, folder, is_verified=True, placement=placement)
-    load_optimizer_state(optimizer, fitting_optimizer_state(run, folder, placement))
+    state = read_optimizer_state(folder, "optimizer", optimizer, strategy.parameter_names(model), placement)
+    assert state is not None
+    load_optimizer_state(optimizer, state)
     stepped(model, optimizer)
     state = [whole(value) for each in optimizer.state.values() for value in each.values()]
     return {name: whole(tensor) for name, tensor in model.state_dict().items()}, state

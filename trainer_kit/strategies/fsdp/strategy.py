@@ -372,6 +372,10 @@ class FSDP(MultiNode):
         if values := {name: value for name, value in state.items() if name in own and name not in tensors}:
             model.load_state_dict(values, strict=False)
 
+    def parameter_names(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
+        self._reshard()
+        return super().parameter_names(model)
+
     def _reshard(self) -> None:
         for each in self._replicas:
             each.reshard()
