@@ -194,3 +194,30 @@ def seen_by_the_model() -> dict[str, bool]:
 def test_the_model_has_plain_tensors_in_their_place() -> None:
     for found in on_ranks(2, seen_by_the_model):
         assert all(found.values()), found
+
+
+class Sometimes(Blocks):
+    """Uses its parameter without dimensions on one process only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)["logits"]
+        if torch.distributed.get_rank() == 1:
+            logits = logits * self.scale
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def used_by_one_process(folder: str) -> str:
+    trainer = make_trainer(folder, "fsdp", [], Sometimes())
+    with pytest.raises(ValueError, match="on some processes only") as raised:
+        trainer.train()
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+def test_one_that_a_single_process_uses_is_an_error(tmp_path: Path) -> None:
+    for message in on_ranks(2, used_by_one_process, str(tmp_path)):
+        assert message.startswith("'scale' had a part in the loss on some processes only (rank 0 and rank 1 differ)")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from trainer_kit.strategies.fsdp.units import stays_whole
+from trainer_kit.utils.pytree import tensors
 
 
 class WholeParameters:
@@ -74,6 +75,7 @@ class WholeParameters:
         self.shown = {value: parameter for parameter, value in plain.items()}
         if self._places:
             self._model.register_forward_pre_hook(self._follow, prepend=True)
+            self._model.register_forward_hook(self._await_backward)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -92,12 +94,20 @@ class WholeParameters:
         if not (local.is_floating_point() or local.is_complex()):
             return nn.Parameter(local, requires_grad=False)
         plain = nn.Parameter(local)
-        plain.register_post_accumulate_grad_hook(self._note_gradient)
+        plain.register_post_accumulate_grad_hook(self._sum_at_the_end)
         self._trained[plain] = parameter.requires_grad
         plain.requires_grad_(parameter.requires_grad)
         return plain
 
-    def _note_gradient(self, plain: torch.Tensor) -> None:
+    def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Let each backward pass sum, also one that reaches none of the parameters on this process."""
+        if torch.is_grad_enabled() and not self._is_hidden:
+            for each in tensors(output):
+                if each.requires_grad:
+                    each.register_hook(self._sum_at_the_end)
+
+    def _sum_at_the_end(self, reached: torch.Tensor) -> None:
+        """Queue the sum for the end of the backward pass that has reached a tensor, once."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
