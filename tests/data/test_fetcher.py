@@ -327,3 +327,38 @@ def test_an_error_by_chance_is_that_of_the_seeded_sample(draws: bool) -> None:
             return str(error)
 
     assert len({outcome(before) for before in range(10)}) == 1
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([*KINDS[:-1], "a state, read", "a state, restored"]), st.integers(1, 9), st.data())
+def test_batches_of_an_evaluation_that_are_read_together_are_those_of_single_readings(
+    kind: str, size: int, data: st.DataObject
+) -> None:
+    plan = [*evaluation_slots(LENGTH, Layout(size))]
+    alone, together = Fetcher(Drawing(kind), stack, 1), Fetcher(Drawing(kind), stack, 1)
+    found, start = [together[plan[0]]], 1
+    while start < len(plan):
+        seed_generators(start)
+        number = data.draw(st.integers(1, len(plan)))
+        found += together.several(plan[start : start + number])
+        start += number
+    for (slot, batch), expected in zip(found, plan, strict=True):
+        assert slot is expected
+        assert batch["noise"].tolist() == alone[slot][1]["noise"].tolist()
+        assert batch["index"].tolist() == slot.indices
+
+
+def test_batches_that_draw_nothing_are_read_once_by_one_call() -> None:
+    class Calls(Drawing):
+        calls = 0
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            self.calls += 1
+            return [self[index] for index in indices]
+
+    dataset = Calls("none")
+    fetcher, plan = Fetcher(dataset, stack, 1), [*evaluation_slots(LENGTH, Layout(4))]
+    fetcher[plan[0]]
+    assert len(fetcher.several(plan[1:])) == 9
+    assert dataset.calls == 2
+    assert dataset.reads == [1] * LENGTH

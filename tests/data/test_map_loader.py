@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.layouts import layouts
 
+from trainer_kit.data import map_loader
 from trainer_kit.data.collate import stack
 from trainer_kit.data.map_loader import (
     LoaderConfig,
@@ -330,6 +332,19 @@ def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> 
         assert torch.equal(one["x"], other["x"])
     reference, _ = next(evaluation_batches(Counting(11, noisy=True), Layout(11), reading(0)))
     assert torch.equal(torch.cat([batch["x"] for batch, _ in batches[0]]), reference["x"])
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, [2, 4, 8, 16, 16, 14]), (1.0, [2] * 30)])
+def test_more_small_batches_are_read_at_once_while_reading_is_quick(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[int]
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(map_loader.time, "perf_counter", lambda: next(clock) * seconds)
+    monkeypatch.setattr(map_loader, "batches_at_once", lambda collate, batch, samples: 8)
+    dataset, reads = Counting(60), []
+    for _ in evaluation_batches(dataset, Layout(2), reading()):
+        reads.append(int(dataset.reads.sum()) - sum(reads))
+    assert [number for number in reads if number] == expected
 
 
 def test_evaluation_of_nothing_gives_nothing_and_idle_ranks_read_nothing() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from trainer_kit.data.collate import Collator
+from trainer_kit.data.joint_collation import collate_together
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
@@ -52,10 +54,24 @@ class Fetcher(Dataset[Any]):
             batch = self._read(slot)
         return slot, batch
 
+    def several(self, slots: Sequence[BatchIndices]) -> list[tuple[BatchIndices, Any]]:
+        """Fetch the batches of an evaluation, by one reading if there are several and none draws.
+
+        The collator is one that stacks, see `batches_at_once`.
+        """
+        if len(slots) > 1 and not (self.draws or self._own_generators):
+            indices, sizes = [index for slot in slots for index in slot.indices], [len(slot.indices) for slot in slots]
+            read = try_without_draws(
+                lambda: collate_together(self.collate, self._samples(indices), sizes), self._first_seed(slots[0])
+            )
+            if read is not None:
+                return [*zip(slots, read[0], strict=True)]
+            self.draws = True
+        return [self[slot] for slot in slots]
+
     def _read(self, slot: BatchIndices) -> Any:
         if not (self.draws or self._own_generators):
-            seed = mix(self.seed, slot.epoch, slot.indices[0], _FIRST)
-            read = try_without_draws(lambda: self.collate(self._samples(slot.indices)), seed)
+            read = try_without_draws(lambda: self.collate(self._samples(slot.indices)), self._first_seed(slot))
             if read is not None:
                 return read[0]
             self.draws = True
@@ -65,6 +81,10 @@ class Fetcher(Dataset[Any]):
             samples += self._one_by_one([index])
         self._seed(slot.epoch, slot.indices[0], _COLLATE, repeats[0])
         return self.collate(samples)
+
+    def _first_seed(self, slot: BatchIndices) -> int:
+        """Return the seed of a first reading, which is the same in a whole evaluation, whose batches may be joined."""
+        return mix(self.seed, slot.epoch, slot.indices[0] if slot.epoch >= 0 else 0, _FIRST)
 
     def _seed(self, epoch: int, index: int, kind: int, repeat: int) -> None:
         value = mix(self.seed, epoch, index, kind, *([repeat] if repeat else ()))

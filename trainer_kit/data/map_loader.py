@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit.data.collate import Collator
 from trainer_kit.data.fetcher import Fetcher
+from trainer_kit.data.joint_collation import batches_at_once
 from trainer_kit.data.sampling import (
     BatchIndices,
     Layout,
@@ -26,6 +29,9 @@ from trainer_kit.data.sampling import (
 from trainer_kit.data.workers import worker_init, worker_items
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.utils.rng import seed_generators
+
+_QUICK = 0.002
+"""Longest reading (s) after which more batches are read at once: a signal to stop waits for it, and the device too."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -248,8 +254,24 @@ def evaluation_batches(
     dataset: Any, layout: Layout, reading: LoaderConfig, plan: Iterable[BatchIndices] | None = None
 ) -> Iterator[tuple[Any, Counts]]:
     """Yield this process's batches of an evaluation, with their counts; `plan` is None for the dataset's order."""
-    for slot, batch in _fetched(dataset, plan or evaluation_slots(len(dataset), layout), reading):
+    plan = iter(plan or evaluation_slots(len(dataset), layout))
+    fetcher = Fetcher(dataset, reading.collate, reading.seed)
+    fetched = _fetched_together(fetcher, plan) if reading.workers == 0 else from_workers(fetcher, reading, plan)
+    for slot, batch in fetched:
         yield batch, count(batch, len(slot.indices))
+
+
+def _fetched_together(fetcher: Fetcher, plan: Iterator[BatchIndices]) -> Iterator[tuple[BatchIndices, Any]]:
+    """Yield the batches of an evaluation; small ones that are quick to read are read several at a time."""
+    number, most = 1, 0
+    while slots := [*itertools.islice(plan, number)]:
+        begin = time.perf_counter()
+        fetched = fetcher.several(slots)
+        is_quick = time.perf_counter() - begin < _QUICK
+        most = most or batches_at_once(fetcher.collate, fetched[0][1], len(slots[0].indices))
+        number = min(2 * number, most) if is_quick else max(number // 2, 1)
+        while fetched:  # no name holds a batch while the next one is read
+            yield fetched.pop(0)
 
 
 def _counted(fetched: list[tuple[BatchIndices, Any]]) -> Iterator[MicroBatch]:
