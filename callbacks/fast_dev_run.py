@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class FastDevRun(Callback):
         self.steps = steps
 
     def on_init_end(self, run: Run) -> None:
+        run.args = copy.copy(run.args)  # the caller's may be those of the long training too
         run.args.output_dir = os.path.join(run.args.output_dir, "fast-dev-run")
 
     def on_step_begin(self, run: Run) -> None:

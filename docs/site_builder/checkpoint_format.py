@@ -10,7 +10,7 @@ from trainer_kit import TrainState
 from trainer_kit.checkpoint.format import trainer_state
 from trainer_kit.checkpoint.format.manifest import STATE_FOLDER, FileEntry, Manifest
 from trainer_kit.checkpoint.format.model_values import values_name
-from trainer_kit.checkpoint.user_states import BASE_STATE, CARRIED_STATE, OWN_STATES
+from trainer_kit.checkpoint.stateful_entries import BASE_STATE, CARRIED_STATE, OWN_STATES
 
 _MEANINGS = {
     "counters": "The counters of the run, see below.",

@@ -41,6 +41,17 @@ def test_each_part_of_the_run_is_tried_once(tmp_path: Path) -> None:
     assert [*(tmp_path / "run").iterdir()] == []
 
 
+def test_the_long_training_keeps_its_folder(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=4)
+    for _ in range(2):
+        quick = Trainer(Linear(), args, points(8), callbacks=[FastDevRun()])
+        assert args.output_dir == str(tmp_path / "run")
+        quick.train(resume_from_checkpoint=True)
+        assert quick.run.state.step == 1
+        Trainer(Linear(), args, points(8)).train(resume_from_checkpoint=True)
+        assert [each.name for each in (tmp_path / "run").glob("*-*")] == ["checkpoint-4"]
+
+
 def test_an_error_keeps_the_folder(tmp_path: Path) -> None:
     class Failing(Callback):
         def on_save(self, run: Run, directory: Path) -> None:

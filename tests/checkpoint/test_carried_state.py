@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -293,3 +294,92 @@ def test_other_ranks_than_before_begin_without_it(tmp_path: Path) -> None:
         UserWarning, match=r"each of 2 processes had a state of its own for model\.membrane of the model"
     ):
         train(tmp_path, Spiking)
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise of a generator of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.05)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each.add_(torch.randn(each.shape, generator=self.generator), alpha=0.01)
+        return result
+
+
+class NoisyLoss:
+    def __init__(self) -> None:
+        self.generators = {"noise": torch.Generator().manual_seed(3)}
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = model(batch[0] + torch.randn(batch[0].shape, generator=self.generators["noise"]))
+        return nn.functional.cross_entropy(out, batch[1])
+
+
+def noisy_closure() -> Callable[..., torch.Tensor]:
+    generator = np.random.default_rng(3)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        noise = torch.from_numpy(generator.standard_normal(batch[0].shape)).float()
+        return nn.functional.cross_entropy(model(batch[0] + noise), batch[1])
+
+    return loss
+
+
+class Shakes(Callback):
+    """Adds noise to gradients."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = random.Random(seed)
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        for parameter in run.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += self.generator.gauss(0, 0.1)
+
+
+OUTSIDE: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "optimizer": lambda model: {"optimizer": Langevin(model.parameters())},
+    "an object": lambda model: {"compute_loss": NoisyLoss()},
+    "a closure": lambda model: {"compute_loss": noisy_closure()},
+    "two callbacks": lambda model: {"callbacks": [Shakes(1), Shakes(2)]},
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_generators_outside_of_the_model_continue(kind: str, tmp_path: Path) -> None:
+    def run(folder: str, stop: int | None = None) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        given = {"compute_loss": compute_loss, **OUTSIDE[kind](model)}
+        given["callbacks"] = [*given.get("callbacks", []), Losses(stop)]
+        args = arguments(tmp_path / folder, max_steps=8, save_strategy="steps", save_steps=3, learning_rate=0.1)
+        Trainer(model, args, samples(), **given).train(resume_from_checkpoint=True)
+        weights: list[list[float]] = model.weight.tolist()
+        return weights
+
+    straight = run("straight")
+    run("resumed", stop=4)
+    assert run("resumed") == straight
+
+
+def test_generators_of_datasets_are_left_to_their_own_rule(tmp_path: Path) -> None:
+    class Data(list[Any], torch.utils.data.Dataset[Any]):
+        generator = torch.Generator()
+
+        def __getitem__(self, index: Any) -> Any:
+            torch.rand(1, generator=self.generator)
+            return super().__getitem__(index)
+
+    class Holds(Callback):
+        def __init__(self) -> None:
+            self.data = dataset
+
+    dataset = Data(samples())
+    args = arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=3)
+    Trainer(nn.Linear(4, 4), args, dataset, compute_loss=compute_loss, callbacks=[Holds()]).train()
+    assert read_carried(tmp_path / "run" / "checkpoint-3") == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kit.trainer import arguments
 from torch import nn
 
 from trainer_kit import Trainer, TrainingArguments
@@ -54,3 +57,12 @@ def test_a_damaged_or_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="empty"):
         trained(tmp_path / "run", Model(), tmp_path / "empty")
+
+
+def test_a_model_init_that_needs_an_argument_is_refused(tmp_path: Path) -> None:
+    def make(trial: Any, *others: Any, width: int = 2, **options: Any) -> torch.nn.Module:
+        raise AssertionError("never called")
+
+    with pytest.raises(TypeError, match=r"model_init needs the argument 'trial', but is called without any; let it"):
+        Trainer(args=arguments(tmp_path), model_init=make)
+    assert Trainer(args=arguments(tmp_path), model_init=functools.partial(torch.nn.Linear, 2, 3)).run.model is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from trainer_kit.data import collate
 from trainer_kit.data.collate import stack, stack_with_labels
 from trainer_kit.data.columns import ColumnFilter
 from trainer_kit.data.joint_collation import batches_at_once, collate_together
@@ -56,18 +57,18 @@ def bits(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("collate", [stack, stack_with_labels, default_collate])
+@pytest.mark.parametrize("collator", [stack, stack_with_labels, default_collate])
 @pytest.mark.parametrize("kind", [*ALIKE, *DIFFERENT])
-def test_they_are_those_of_single_calls(kind: str, collate: Any) -> None:
+def test_they_are_those_of_single_calls(kind: str, collator: Any) -> None:
     samples = [(ALIKE | DIFFERENT)[kind](number) for number in range(sum(SIZES))]
     calls: list[int] = []
 
     def counted(part: list[Any]) -> Any:
         calls.append(len(part))
-        return collate(part)
+        return collator(part)
 
     found = collate_together(counted, samples, SIZES)
-    expected = [collate(samples[start : start + size]) for start, size in zip((0, 2, 4, 6), SIZES, strict=True)]
+    expected = [collator(samples[start : start + size]) for start, size in zip((0, 2, 4, 6), SIZES, strict=True)]
     assert [*map(bits, found)] == [*map(bits, expected)]
     if kind in ALIKE:
         assert calls == [7]
@@ -93,6 +94,7 @@ def test_how_many_depends_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches_at_once(stack, large, 8) == batches_at_once(stack, {"x": torch.zeros(300, 1)}, 300) == 1
     assert batches_at_once(ColumnFilter(stack_with_labels, frozenset("x")), small, 8) == 32
     assert batches_at_once(lambda samples: stack(samples), small, 8) == 1  # may look at all samples of a batch
+    monkeypatch.setattr(collate, "_TORCHS", {**torch.utils.data._utils.collate.default_collate_fn_map})
     assert batches_at_once(default_collate, small, 8) == 32
     monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, bytes, len)
     assert batches_at_once(default_collate, small, 8) == 1

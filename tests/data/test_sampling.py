@@ -333,7 +333,7 @@ def test_groups_are_sorted_from_long_to_short(count: int) -> None:
     lengths = np.random.default_rng(0).permutation(count)
     order = permutation(count, 9, 3, lengths).numpy()
     falls = np.flatnonzero(np.diff(lengths[order]) > 0)  # where a new group begins
-    assert len(falls) <= -(-count // GROUP) - 1
+    assert len(falls) <= max(-(-count // GROUP), 4) - 1
     for epoch in range(8):  # running out of memory shows at once
         assert lengths[permutation(count, 9, epoch, lengths)[0]] == lengths.max()
     batches = [lengths[order[start : start + 8]] for start in range(0, count, 8)]
@@ -341,6 +341,17 @@ def test_groups_are_sorted_from_long_to_short(count: int) -> None:
     plain = [lengths[shuffled[start : start + 8]] for start in range(0, count, 8)]
     padding = sum((batch.max() - batch).sum() for batch in batches)
     assert padding * 5 < sum((batch.max() - batch).sum() for batch in plain)
+
+
+def test_a_small_dataset_is_shuffled_too() -> None:
+    """Also which samples `drop_last` drops."""
+    lengths, batches, last = np.arange(1, 604), set[frozenset[int]](), set[int]()
+    for epoch in range(10):
+        order = permutation(603, 1, epoch, lengths).tolist()
+        batches |= {frozenset(order[start : start + 8]) for start in range(0, 600, 8)}
+        last |= {*order[600:]}
+    assert len(batches) > 740
+    assert len(last) >= 9  # not always the same three
 
 
 def test_grouping_shuffles_anew_each_epoch() -> None:

@@ -184,6 +184,36 @@ def test_a_table_that_is_indexed_by_column_is_refused(kind: tuple[str, str], mes
     assert source(type(kind[1], (list,), {})(rows())).length == 22
 
 
+class Module:
+    def train_dataloader(self) -> Any: ...
+
+    def val_dataloader(self) -> Any: ...
+
+
+class CombinedLoader:
+    """As Lightning's."""
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            [DataLoader(rows()), DataLoader(rows())],
+            "is a list of DataLoaders; give one loader, or a dict of loaders",
+        ),
+        (Module(), r"is a Module, which makes loaders; give what its train_dataloader or val_dataloader returns after"),
+        (CombinedLoader(), "is a CombinedLoader, which is read in modes of Lightning's; give one loader"),
+    ],
+)
+def test_what_other_libraries_take_is_refused_before_training(tmp_path: Path, data: Any, message: str) -> None:
+    args = arguments(tmp_path)
+    for eval_dataset in (data, {"a": rows(), "b": data}):
+        with pytest.raises(TypeError, match=f"^eval_dataset {message}"):
+            Trainer(Classifier(), args, rows(), eval_dataset)
+    with pytest.raises(TypeError, match=f"^train_dataset {message}"):
+        Trainer(Classifier(), args, data).train()
+
+
 def test_what_can_be_read_in_any_order() -> None:
     assert not source([1, 2]).is_iterable
     for data in (Rows(), iter([1, 2]), {1, 2}):

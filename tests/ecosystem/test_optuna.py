@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit import Callback, Run, Trainer, TrainingArguments
+from trainer_kit import Callback, NonFiniteError, Run, Trainer, TrainingArguments
 from trainer_kit.report.facts import status
 from trainer_kit.report.history import RunHistory
 
@@ -71,7 +71,7 @@ def make_objective(folder: Path, *callbacks: Callback) -> Callable[[Any], float]
         )  # fmt: skip
         own = [Pruning(trial), *callbacks]
         trainer = Trainer(args=args, model_init=Net, train_dataset=data, eval_dataset=data[:32], callbacks=own)
-        trainer.train(resume_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=first is not None)
         assert trainer.run.state.best_metric is not None
         return trainer.run.state.best_metric
 
@@ -88,7 +88,9 @@ def retried(database: Path) -> Any:
         f"sqlite:///{database}",
         heartbeat_interval=1,
         grace_period=2,
-        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(),
+        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(
+            inherit_intermediate_values=True
+        ),
     )
 
 
@@ -102,6 +104,35 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
         assert not list(folder.glob("crash-*"))
         expected = "pruned" if trial.state.name == "PRUNED" else "finished"
         assert status(RunHistory(folder)).word == expected
+
+
+def test_a_new_search_in_old_folders_begins_each_trial_again(tmp_path: Path) -> None:
+    def values(folder: Path, seed: int) -> list[float]:
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # earlier runs are moved
+            study.optimize(make_objective(folder), n_trials=2)
+        return [trial.value for trial in study.trials]
+
+    before = values(tmp_path / "search", 0)
+    again = values(tmp_path / "search", 1)
+    assert again == values(tmp_path / "alone", 1)
+    assert again != before
+
+
+def test_a_trial_that_diverges_fails_alone(tmp_path: Path) -> None:
+    class Diverges(Callback):
+        runs = 0
+
+        def on_pre_optimizer_step(self, run: Run) -> None:
+            if run.state.step == 0:
+                self.runs += 1
+            if self.runs == 1:
+                run.model.layer.weight.grad.fill_(float("nan"))  # type: ignore[union-attr]
+
+    study = make_study(tmp_path)
+    study.optimize(make_objective(tmp_path, Diverges()), n_trials=3, catch=(NonFiniteError,))
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE", "COMPLETE"]
 
 
 @pytest.mark.usefixtures("preloaded_python")
@@ -121,6 +152,7 @@ def test_a_killed_trial_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
     assert study.trials[1].params == study.trials[0].params == undisturbed.trials[0].params
     assert study.trials[1].value == undisturbed.trials[0].value
+    assert study.trials[1].intermediate_values == undisturbed.trials[0].intermediate_values
     starts = RunHistory(tmp_path / "killed" / "0").starts
     assert [start.step for start in starts] == [0, 12]
 

@@ -11,6 +11,7 @@ import torch
 from kit.branches import Branches, own_rank, points, quiet
 from kit.launches import Launches
 from kit.ranks import RankFailed, on_ranks, try_on_ranks
+from kit.trainer import arguments
 from torch import nn
 
 from trainer_kit import Trainer
@@ -209,3 +210,63 @@ def test_a_replica_shows_what_the_module_has() -> None:
     assert [name for name, _ in replica.named_parameters()] == ["module.weight", "module.bias"]
     with pytest.raises(AttributeError, match="nowhere"):
         replica.nowhere  # noqa: B018
+
+
+class Stepping(nn.Module):
+    """Computes its loss in `training_step`, as a LightningModule does, and calls itself there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+    def training_step(self, batch: Any, number: int) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.calls == -1:
+            raise RuntimeError("broken")
+        return {"loss": nn.functional.mse_loss(self(batch["x"]), batch["labels"])}
+
+
+def loss_of_step(module: Any, batch: Any) -> Any:
+    return module.training_step(batch, 0)
+
+
+def train_by_steps(folder: str, size: int) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        {"x": torch.randn(4, generator=generator), "labels": torch.randn(1, generator=generator)} for _ in range(16)
+    ]
+    model = Stepping().double()
+    data = [{name: value.double() for name, value in each.items()} for each in samples]
+    options = {"per_device_train_batch_size": size, "num_train_epochs": 2, "save_strategy": "no"}
+    trainer = Trainer(model, arguments(Path(folder), **options), data, data, compute_loss=loss_of_step)
+    trainer.train()
+    assert model.calls > 0
+    assert "forward" not in vars(model)
+    return [*model.layer.weight.tolist(), [trainer.evaluate()["eval_loss"]]]
+
+
+@pytest.mark.distributed
+def test_a_training_step_exchanges_gradients(tmp_path: Path) -> None:
+    (expected,) = (train_by_steps(str(tmp_path / "one"), 4),)
+    for found in on_ranks(2, train_by_steps, str(tmp_path / "two"), 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_own_forward_is_kept_where_a_step_fails() -> None:
+    module = Stepping()
+    replica, own = Replica(module, lambda module: None), module.forward
+    batch = {"x": torch.ones(2, 4), "labels": torch.ones(2, 1)}
+    module.forward = own  # type: ignore[method-assign]
+    assert replica.training_step(batch, 0)["loss"].requires_grad
+    module.calls = -2
+    with pytest.raises(RuntimeError, match="broken"):
+        replica.training_step(batch, 0)
+    assert vars(module)["forward"] is own
+    with pytest.raises(AttributeError, match="has no attribute 'training_step'"):
+        Replica(nn.Linear(1, 1), lambda module: None).training_step  # noqa: B018

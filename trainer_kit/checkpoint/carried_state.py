@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainer_kit.callback import Callback
 from trainer_kit.checkpoint.attribute_notes import AttributeNotes, bits_of, note_of_tensor
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried, read_trainer
 from trainer_kit.checkpoint.rank_allocators import is_rank_allocator, set_state_of_allocator, state_of_allocator
+from trainer_kit.data.own_generators import held_generators
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.loss.outside_modules import outside_modules
 from trainer_kit.run import Run
@@ -31,6 +35,8 @@ from trainer_kit.utils.user_warnings import warn
 logger = logging.getLogger("trainer_kit")
 
 _OF_TORCH = {*vars(nn.Module())}
+_NEAR = 3
+"""Levels to look at for generators outside of the model: those further away may have another owner, such as a study."""
 _RESTORED = _BUFFERS, _GENERATORS, _ALLOCATORS = "buffers", "generators", "rank allocators"
 
 
@@ -39,7 +45,8 @@ class CarriedState:
 
     It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks and random generators in attributes,
     if they have changed since training began: a spiking network's membrane, a memory bank. A buffer that only the
-    first step has changed is a cache, which another start computes for its own settings.
+    first step has changed is a cache, which another start computes for its own settings. Random generators that
+    `compute_loss`, the optimizer and callbacks hold are part of it too.
 
     Tensors and numbers in attributes, and in the containers and objects there, may be such state too, or flags and
     caches that belong to this process. So they are not restored; the log of a resume names the attributes that change.
@@ -50,16 +57,24 @@ class CarriedState:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._owners: list[tuple[str, Any]] = []
         self._outside: Sequence[nn.Module] = ()
         self._start, self._before = 0, dict[str, Any]()
         self._first: tuple[int, dict[str, Any]] | None = None  # step and notes after the first step
 
-    def begin(self, compute_loss: Callable[..., Any] | None) -> None:
+    def begin(self, compute_loss: Callable[..., Any] | None, callbacks: Iterable[Callback] = ()) -> None:
         """Note what there is before a checkpoint is loaded and before the first step; the model is on its device.
 
         Args:
             compute_loss: The user's function, in whose modules outside of the model persistent buffers count too.
+            callbacks: The run's callbacks.
         """
+        names = Counter[str]()
+        self._owners = [("compute_loss", compute_loss), ("optimizer", self._run.optimizer)]
+        for each in callbacks:
+            name = type(each).__name__
+            self._owners.append((f"{name} {names[name] + 1}" if names[name] else name, each))
+            names[name] += 1
         self._outside, self._first = outside_modules(compute_loss, self._run.model), None
         self._start, self._before = self._run.state.step, self._notes()
 
@@ -131,7 +146,7 @@ class CarriedState:
             elif is_rank_allocator(each):  # one that was new is so again after a rollback
                 set_state_of_allocator(each, allocators.pop(name, {}), self._run.strategy.device)
         if lost := [*buffers, *generators, *allocators]:
-            self._warn(f"the model begins without the state that the checkpoint holds for {join_names(lost)}")
+            self._warn(f"training begins without the state that the checkpoint holds for {join_names(lost)}")
         if attributes := state.get("attributes"):
             logger.info(  # they may be kept to be looked at alone
                 "training changes attributes that no checkpoint holds: %s; if later batches depend on them, this "
@@ -162,6 +177,8 @@ class CarriedState:
             for key, value in [*vars(part).items()]:
                 if key not in _OF_TORCH and not _is_derived(part, key):
                     yield f"{prefix}{key}", value
+        with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
+            yield from held_generators(self._owners, _NEAR, _has_a_rule_of_its_own)
 
     def _notes(self) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""
@@ -181,6 +198,12 @@ class CarriedState:
                 else:
                     notes[name] = ("none",) if value is None else note_of_tensor(value)
         return {name: note for name, note in notes.items() if note is not None}
+
+
+def _has_a_rule_of_its_own(value: Any) -> bool:
+    """Return whether generators in an object are found elsewhere, seeded before each sample, or the library's own."""
+    kinds = (nn.Module, Dataset, DataLoader, Sampler)
+    return isinstance(value, kinds) or type(value).__module__.startswith("trainer_kit.")
 
 
 def _is_derived(module: nn.Module, key: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +107,19 @@ def checked_folder(weights: str | Path | None, is_main: bool) -> Path | None:
 
 
 def seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[], torch.nn.Module]:
-    """Return a function that seeds torch before it calls `model_init`."""
+    """Return a function that seeds torch before it calls `model_init`.
+
+    Raises:
+        TypeError: If `model_init` needs arguments.
+    """
+    with contextlib.suppress(ValueError):  # it has no signature
+        needed = inspect.signature(model_init).parameters.values()
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if missing := [each.name for each in needed if each.default is each.empty and each.kind not in kinds]:
+            raise TypeError(
+                f"model_init needs the argument {missing[0]!r}, but is called without any; let it read what it "
+                "needs from where it is defined, as in lambda: make_model(trial)"
+            )
 
     def make() -> torch.nn.Module:
         torch.manual_seed(seed)

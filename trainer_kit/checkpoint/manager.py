@@ -44,10 +44,9 @@ from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
 from trainer_kit.checkpoint.recovery import newest_step, recover
 from trainer_kit.checkpoint.shared_checks import CheckFiles, find_on_main
+from trainer_kit.checkpoint.stateful_entries import StatefulEntries, check_stateful
 from trainer_kit.checkpoint.user_states import (
     check_optimizer_storable,
-    check_stateful,
-    restore_stateful,
     taken_optimizer_state,
 )
 from trainer_kit.config import environment
@@ -81,6 +80,7 @@ class CheckpointManager:
         saver: Writer of the checkpoints.
         copier: Copies the state to memory; None: it is not copied.
         carried: What the model carries from batch to batch.
+        stateful: The user's own objects.
         lock: Lock of the output folder, held on the main process.
         has_taken_folder: Whether this is the main process and has taken in what was in the folder.
         metric: Step and value of `metric_for_best_model` in the last evaluation; None before the first.
@@ -108,6 +108,7 @@ class CheckpointManager:
         self.source: Path | None = None
         self._earlier: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the plan and arguments in it
         self.carried = CarriedState(run)
+        self.stateful = StatefulEntries(run)
 
     @property
     def plan(self) -> RunLength:
@@ -321,7 +322,7 @@ class CheckpointManager:
             run.strategy.precision.load_state_dict(read_state(directory, "precision") or {})
         self.events.load_state_dict(read_state(directory, "callbacks") or {})
         run.means.load_state_dict(read_means(directory))
-        restore_stateful(run, directory)
+        self.stateful.restore(directory)
         self.carried.load(directory, self.plan)
 
     def _load_weights(self, directory: Path, is_verified: bool) -> None:

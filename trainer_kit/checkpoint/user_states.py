@@ -1,45 +1,21 @@
-"""The states of the user's model, optimizer and own objects: whether a checkpoint can hold them; their restoration."""
+"""The states of the user's model, optimizer and own objects: whether a checkpoint can hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_kit.checkpoint import read_state
-from trainer_kit.checkpoint.format.base_reference import STATE_NAME as BASE_STATE
-from trainer_kit.checkpoint.format.model_values import split_values, values_name
+from trainer_kit.checkpoint.format.model_values import split_values
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
-from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE
+from trainer_kit.checkpoint.stateful_entries import check_stateful
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.run import Run
 from trainer_kit.utils.optimizer_state import check_optimizer_state
 from trainer_kit.utils.parameter_order import add_model_names
 from trainer_kit.utils.pytree import flatten_state
-from trainer_kit.utils.user_warnings import warn
-
-OWN_STATES = (
-    "trainer", "optimizer", "lr_scheduler", "precision", "callbacks", "data", "ledger", "log_means",
-    values_name(), CARRIED_STATE, BASE_STATE,
-)  # fmt: skip
-"""State names that `run.stateful` may not use."""
-
-
-def check_stateful(run: Run) -> None:
-    """Check that the entries of `run.stateful` can be saved.
-
-    Raises:
-        TypeError: If an entry lacks `state_dict` or `load_state_dict`.
-        ValueError: If an entry has a name that the run uses itself.
-    """
-    for name, entry in run.stateful.items():
-        if name in OWN_STATES:
-            raise ValueError(f"run.stateful[{name!r}] uses a name of the run itself; choose another than {OWN_STATES}")
-        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
-            raise TypeError(f"run.stateful[{name!r}] is a {type(entry).__name__} without state_dict or load_state_dict")
 
 
 def check_storable(run: Run) -> None:
@@ -102,23 +78,3 @@ def taken_optimizer_state(run: Run) -> Callable[[], dict[str, Any]]:
     except Exception as error:
         taken.set_exception(error)
     return taken.result
-
-
-def restore_stateful(run: Run, directory: Path) -> None:
-    """Restore the entries of `run.stateful`; warn about one that the checkpoint does not hold.
-
-    Raises:
-        ValueError: If an entry does not take its state.
-    """
-    for name, entry in run.stateful.items():
-        state = read_state(directory, name)
-        if state is None:
-            warn(f"{directory} holds nothing for run.stateful[{name!r}]; it stays as it is")
-            continue
-        try:
-            entry.load_state_dict(state)
-        except Exception as error:
-            raise ValueError(
-                f"run.stateful[{name!r}] does not take the state that {directory} holds for it: "
-                f"{type(error).__name__}: {error}; resume with the same object, or from another checkpoint"
-            ) from error

@@ -29,7 +29,8 @@ def _check_interval(value: Any) -> Fields | Refusal:
     if value in (None, 1.0) and not isinstance(value, int):
         return Fields()
     return Refusal(
-        "use eval_strategy='steps' and eval_steps=, in optimizer steps, or below 1 as a fraction of training"
+        "use eval_strategy='steps' and eval_steps=, in optimizer steps of the whole training, or below 1 as a fraction "
+        "of it, so divided by num_train_epochs"
     )
 
 
@@ -59,7 +60,7 @@ LIGHTNING_NAMES: Mapping[str, OtherName] = {
     "detect_anomaly": refused("use Trainer(callbacks=[DetectAnomaly()]) of trainer_kit.callbacks", False),
     "deterministic": refused("use Trainer(callbacks=[Deterministic()]) of trainer_kit.callbacks", False),
     "benchmark": refused("set torch.backends.cudnn.benchmark in the script", False),
-    "limit_train_batches": refused(f"use max_steps=, or {_SUBSET} as train_dataset", 1.0),
+    "limit_train_batches": refused(f"{_SUBSET} as train_dataset, or max_steps= for a single epoch", 1.0),
     "limit_val_batches": refused(f"{_SUBSET} as eval_dataset", 1.0),
     "limit_test_batches": refused(f"{_SUBSET} in predict()", 1.0),
     "limit_predict_batches": refused(f"{_SUBSET} in predict()", 1.0),

@@ -211,7 +211,10 @@ _CURRENT: Mapping[str, OtherName] = {
     "dataloader_persistent_workers": ignored(_LOADER, False, True),
     "dataloader_in_order": ignored(_LOADER, True),
     "train_sampling_strategy": _sampling,
-    "length_column_name": refused("lengths are measured in the samples", "length"),
+    "length_column_name": refused(
+        "call the column 'length', as by dataset.rename_column; without one, lengths are measured in the samples",
+        "length",
+    ),
     "ddp_find_unused_parameters": refused("use Trainer(strategy=DDP(find_unused_parameters=True))", False),
     "ddp_bucket_cap_mb": refused("use Trainer(strategy=DDP(bucket_cap_mb=...))"),
     "ddp_broadcast_buffers": refused("buffers are always broadcast, after each step", True),

@@ -24,7 +24,7 @@ from trainer_kit.data.map_loader import LoaderConfig, TrainLoader, evaluation_ba
 from trainer_kit.data.sampled_loader import SampledLoader
 from trainer_kit.data.sampler_order import SamplerOrder, copied, evaluation_plan
 from trainer_kit.data.sampling import Layout, kept_layout
-from trainer_kit.data.source import DataSource, data_source, order_facts
+from trainer_kit.data.source import DataSource, check_is_one, data_source, is_named, order_facts
 from trainer_kit.data.stream_evaluation import StreamEvaluation
 from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, columns_of, takes_column
@@ -51,6 +51,8 @@ def make_collators(
     if callable(run.train_dataset) and not {"__iter__", "__getitem__"} & {*dir(run.train_dataset)}:
         kind = type(run.train_dataset).__name__
         raise TypeError(f"train_dataset is a {kind} without samples; give a collator by name, as data_collator=")
+    for each in run.eval_dataset.values() if is_named(run.eval_dataset) else [run.eval_dataset]:
+        check_is_one("eval_dataset", each)
     for role, data, collate in (("", run.train_dataset, train), ("eval_", run.eval_dataset, evaluation)):
         if collate is not None and isinstance(data, DataLoader) and data.collate_fn is not collate:
             raise ValueError(
@@ -134,7 +136,9 @@ def make_train_loader(
     if not source.is_iterable:
         if type(source.dataset) in (list, tuple) and source.dataset and layout.reader == 0:
             warn_of_ready_batches("train_dataset", source.dataset[0], reading.collate)
-        return TrainLoader(source.dataset, layout, reading, drop_last, args.group_by_length, order != "dataset")
+        names = getattr(run.processing_class, "model_input_names", None) or ["input_ids"]
+        column = names[0] if args.group_by_length else None
+        return TrainLoader(source.dataset, layout, reading, drop_last, column, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
     return StreamLoader(source.dataset, layout, reading, drop_last)
@@ -166,7 +170,8 @@ def make_evaluation_batches(
         order = SamplerOrder(source.sampler, run.args.seed, source.in_batches).draw(0)
         run.strategy.collectives.check_same_on_all_ranks({"the order of the evaluation's sampler": order.fingerprint})
         plan = evaluation_plan(order, layout)
-    return evaluation_batches(source.dataset, layout, reading, plan)
+    computes_here = run.strategy.device.type == "cpu"
+    return evaluation_batches(source.dataset, layout, reading, plan, reads_several=computes_here)
 
 
 def _layout(strategy: Strategy, source: DataSource, batch_size: int, accumulation: int = 1) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,10 @@ from trainer_kit.data.sampling import (
 from trainer_kit.data.workers import worker_init, worker_items
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.utils.rng import seed_generators
+from trainer_kit.utils.units import join_names
 
 _QUICK = 0.002
-"""Longest reading (s) after which more batches are read at once: a signal to stop waits for it, and the device too."""
+"""Longest reading (s) after which more batches are read at once, since a signal to stop waits for it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -149,7 +150,8 @@ class TrainLoader:
         layout: Batch size, accumulation and processes.
         reading: Collation, seed and workers.
         drop_last: Whether to drop an epoch's last batches if not every process has a full one.
-        group_by_length: Whether to batch samples of similar length together.
+        grouped_column: Column whose length in each sample puts samples of similar length into one batch, see
+            `sample_lengths`; None: no grouping.
         shuffle: Whether to shuffle the samples of each epoch; otherwise they come in the dataset's order.
         samples: Samples of an epoch; None: those of the dataset.
 
@@ -158,7 +160,7 @@ class TrainLoader:
         has_equal_epochs: Whether all epochs have as many steps, but for positions to skip.
 
     Raises:
-        ValueError: If an epoch has no batch, or `group_by_length` finds no lengths.
+        ValueError: If an epoch has no batch, or samples lack the column.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class TrainLoader:
         layout: Layout,
         reading: LoaderConfig,
         drop_last: bool = False,
-        group_by_length: bool = False,
+        grouped_column: str | None = None,
         shuffle: bool = True,
         samples: int | None = None,
     ) -> None:
@@ -177,7 +179,7 @@ class TrainLoader:
         self.layout = layout
         self.reading = reading
         self.passed_over: Sequence[tuple[int, int, int]] = ()
-        self.lengths = sample_lengths(dataset, reading.seed) if group_by_length else None
+        self.lengths = None if grouped_column is None else sample_lengths(dataset, reading.seed, grouped_column)
         samples = len(dataset) if samples is None else samples
         self.epoch_length = epoch_length(samples, layout, drop_last)
         if self.epoch_length == 0:
@@ -251,12 +253,26 @@ def no_batch(length: int, layout: Layout) -> str:
 
 
 def evaluation_batches(
-    dataset: Any, layout: Layout, reading: LoaderConfig, plan: Iterable[BatchIndices] | None = None
+    dataset: Any,
+    layout: Layout,
+    reading: LoaderConfig,
+    plan: Iterable[BatchIndices] | None = None,
+    reads_several: bool = False,
 ) -> Iterator[tuple[Any, Counts]]:
-    """Yield this process's batches of an evaluation, with their counts; `plan` is None for the dataset's order."""
+    """Yield this process's batches of an evaluation, with their counts.
+
+    Args:
+        dataset: A dataset with `__len__` and `__getitem__`.
+        layout: Batch size and processes.
+        reading: Collation, seed and workers.
+        plan: The indices of the batches; None: in the dataset's order.
+        reads_several: Whether small batches may be read several at a time. A device that computes meanwhile would wait.
+    """
     plan = iter(plan or evaluation_slots(len(dataset), layout))
-    fetcher = Fetcher(dataset, reading.collate, reading.seed)
-    fetched = _fetched_together(fetcher, plan) if reading.workers == 0 else from_workers(fetcher, reading, plan)
+    if reads_several and reading.workers == 0:
+        fetched = _fetched_together(Fetcher(dataset, reading.collate, reading.seed), plan)
+    else:
+        fetched = _fetched(dataset, plan, reading)
     for slot, batch in fetched:
         yield batch, count(batch, len(slot.indices))
 
@@ -331,29 +347,37 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def sample_lengths(dataset: Any, seed: int = 0) -> np.ndarray:
-    """Return the length of each sample: the dataset's column `length`, else the length of its `input_ids`.
+def sample_lengths(dataset: Any, seed: int = 0, column: str = "input_ids") -> np.ndarray:
+    """Return the length of each sample: the dataset's column `length`, else the length of its model input.
 
-    Without the column, every sample is read once. Randomness is seeded from `seed` and the index, so that all
+    Without the column `length`, every sample is read once. Randomness is seeded from `seed` and the index, so that all
     processes and a resumed run find the same lengths.
+
+    Args:
+        dataset: The dataset.
+        seed: The run's seed.
+        column: Name of the model input.
 
     Returns:
         The lengths, shape [samples].
 
     Raises:
-        ValueError: If samples have neither `length` nor `input_ids`.
+        ValueError: If there are no such columns.
     """
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "length" in columns:
         return np.asarray(dataset["length"])
     try:
-        return np.array([_length_of(dataset, index, seed) for index in range(len(dataset))])
+        return np.array([_length_of(dataset, index, seed, column) for index in range(len(dataset))])
     except (KeyError, TypeError, IndexError) as error:
+        sample = dataset[0]
+        found = f"columns {join_names([*map(repr, sample)])}" if isinstance(sample, Mapping) else "no columns"
         raise ValueError(
-            "group_by_length=True needs samples that are dicts with 'input_ids', or a dataset with the column 'length'"
+            f"group_by_length=True needs samples that are dicts with {column!r}, whose length counts, or a dataset "
+            f"with the column 'length'; the first one has {found}"
         ) from error
 
 
-def _length_of(dataset: Any, index: int, seed: int) -> int:
+def _length_of(dataset: Any, index: int, seed: int, column: str) -> int:
     seed_generators(mix(seed, index))
-    return len(dataset[index]["input_ids"])
+    return len(dataset[index][column])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,46 @@ class OwnGenerators:
             Whether there are others than before.
         """
         before = {id(generator) for _, generator in self._found}
-        self._found = list(_generators(self._owners))
+        owners = [(f"/{number}", owner) for number, owner in enumerate(self._owners)]
+        self._found = [
+            (xxh3_64_intdigest(path.encode(errors="replace")), generator) for path, generator in held_generators(owners)
+        ]
         return any(id(generator) not in before for _, generator in self._found)
 
     def seed(self, value: int) -> None:
         """Seed each generator by a value and by where it was found, so that no two give the same numbers."""
         for place, generator in self._found:
             _seed(generator, mix(value, place))
+
+
+def held_generators(
+    owners: Iterable[tuple[str, Any]],
+    deepest: int = _DEEPEST,
+    is_left_out: Callable[[Any], bool] = lambda value: False,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the generators that can be reached from objects, each once, nearest first, with its path.
+
+    Args:
+        owners: The objects, with the paths to them.
+        deepest: Number of levels to look at, from the objects themselves.
+        is_left_out: Whether to look for no generators in an object.
+    """
+    level = [*owners]
+    seen: set[int] = set()
+    for _ in range(deepest):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if isinstance(value, _LEAVES) or id(value) in seen or is_left_out(value):
+                continue
+            seen.add(id(value))
+            if len(seen) > _MOST:
+                return
+            if is_generator(value):
+                if not is_global_generator(value):
+                    yield path, value
+            else:
+                below += [(f"{path}/{name}", part) for name, part in _parts(value)]
+        level = below
 
 
 def _seed(generator: Any, value: int) -> None:
@@ -75,26 +109,6 @@ def _seed(generator: Any, value: int) -> None:
     else:
         kind = generator.get_state(legacy=False)["bit_generator"]
         generator.set_state(getattr(np.random, kind)(value).state)
-
-
-def _generators(owners: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
-    """Yield the generators that can be reached from objects, each once, nearest first, with a hash of its path."""
-    level = [(f"/{number}", owner) for number, owner in enumerate(owners)]
-    seen: set[int] = set()
-    for _ in range(_DEEPEST):
-        below: list[tuple[str, Any]] = []
-        for path, value in level:
-            if isinstance(value, _LEAVES) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if len(seen) > _MOST:
-                return
-            if is_generator(value):
-                if not is_global_generator(value):
-                    yield xxh3_64_intdigest(path.encode(errors="replace")), value
-            else:
-                below += [(f"{path}/{name}", part) for name, part in _parts(value)]
-        level = below
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -123,7 +137,8 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds in slots, and the generators that its classes hold for all their objects."""
     for name, member in chain.from_iterable(vars(base).items() for base in value.__class__.__mro__):
         if isinstance(member, types.MemberDescriptorType):
-            yield name, getattr(value, name, None)
+            with contextlib.suppress(AttributeError):  # an empty slot; `getattr` would call a `__getattr__`
+                yield name, member.__get__(value, type(value))
         elif is_generator(member):
             yield name, member
 

@@ -224,8 +224,9 @@ def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None =
         seed: The run's seed.
         epoch: Number of the epoch, from 0.
         lengths: Length of each sample, shape [length], to place samples of similar length together. The permutation is
-            cut into groups of `GROUP`, each sorted from long to short, as in transformers' `group_by_length`. The
-            longest sample comes first, so that an out-of-memory error appears in the first step. None: no grouping.
+            cut into groups of `GROUP`, or into four if that is fewer samples each, as transformers' `group_by_length`
+            does. Each is sorted from long to short. The longest sample comes first, so that an out-of-memory error
+            appears in the first step. None: no grouping.
 
     Returns:
         Dataset indices, shape [length]: int32 if they fit, which holds the same order in half the memory; else int64.
@@ -235,7 +236,8 @@ def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None =
     if lengths is None or length == 0:
         return order
     shuffled = order.numpy()
-    groups = [shuffled[start : start + GROUP] for start in range(0, length, GROUP)]
+    size = min(GROUP, -(-length // 4))
+    groups = [shuffled[start : start + size] for start in range(0, length, size)]
     groups = [group[np.argsort(-lengths[group], kind="stable")] for group in groups]
     longest = int(np.argmax([lengths[group[0]] for group in groups]))
     groups.insert(0, groups.pop(longest))

@@ -147,11 +147,12 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
         sampler: A sampler given apart from it; None: none.
 
     Raises:
-        TypeError: If `data` is a dict of datasets, or a table that is indexed by column.
+        TypeError: If `data` is a dict or list of datasets, a DataModule, or a table that is indexed by column.
         ValueError: If a sampler is given for data that has an order of its own, or the data is divided by process.
     """
     if isinstance(data, ReadyBatches) and isinstance(data.batches, DataLoader):
         data = data.batches
+    check_is_one(role, data)
     if isinstance(data, DataLoader):
         source = _apart(data) if _can_be_taken_apart(data) else DataSource(ReadyBatches(data))
     elif is_named(data):
@@ -170,6 +171,29 @@ def data_source(role: str, data: Any, sampler: Any = None) -> DataSource:
             "order of its own"
         )
     return dataclasses.replace(source, **_order_of(sampler, source.dataset))
+
+
+def check_is_one(role: str, data: Any) -> None:
+    """Check that data is not a collection of loaders, as other libraries take them.
+
+    Args:
+        role: The argument's name, for errors.
+        data: The dataset or loader.
+
+    Raises:
+        TypeError: If it is a list of DataLoaders, or an object that makes some.
+    """
+    several = "give one loader, or a dict of loaders by name as eval_dataset"
+    if type(data) in (list, tuple) and data and isinstance(data[0], DataLoader):
+        raise TypeError(f"{role} is a {type(data).__name__} of DataLoaders; {several}")
+    if type(data).__name__ == "CombinedLoader":
+        raise TypeError(f"{role} is a CombinedLoader, which is read in modes of Lightning's; {several}")
+    makers = [name for name in ("train_dataloader", "val_dataloader") if callable(getattr(data, name, None))]
+    if makers and not {"__iter__", "__getitem__"} & {*dir(data)}:
+        raise TypeError(
+            f"{role} is a {type(data).__name__}, which makes loaders; give what its {' or '.join(makers)} returns "
+            "after prepare_data() and setup('fit')"
+        )
 
 
 def is_named(data: Any) -> bool:

@@ -24,6 +24,7 @@ from trainer_kit.loop.train_step import TrainStep
 from trainer_kit.loop.training_loop import TrainingLoop
 from trainer_kit.optim import check_optimizer, make_optimizer
 from trainer_kit.utils.lazy_parameters import check_shapes
+from trainer_kit.utils.rate_scales import warn_of_rate_scales
 from trainer_kit.utils.schedule_free import set_training
 
 logger = logging.getLogger("trainer_kit")
@@ -66,6 +67,7 @@ def set_up_training(
     run.model.zero_grad()  # gradients may be left from an interrupted training or from the user's code
     run.optimizer = run.strategy.prepare_optimizer(optimizer or make_optimizer(run.model, args))
     check_optimizer(run.optimizer, run.model)
+    warn_of_rate_scales(run.optimizer)
     checkpoints.lock_folder()
     checkpoints.find(run.strategy.collectives.broadcast(resume))
     initial.load_late(checkpoints.source)
@@ -76,7 +78,7 @@ def set_up_training(
     checkpoints.lay_out(loader)
     run.lr_scheduler = make_run_scheduler(run, checkpoints.plan, lr_scheduler)
     check_storable(run)
-    checkpoints.carried.begin(loss.compute_loss)
+    checkpoints.carried.begin(loss.compute_loss, events.callbacks)
     checkpoints.restore()
     initial.complete()
     set_training(run.optimizer, True)

@@ -79,8 +79,7 @@ class TrainingLoop:
         self._schedule = EventSchedule(self.args)
         self._metrics = StepMetrics(self.run)
         self._beginning = Beginning(self.run)
-        self._is_stopping = False
-        self._has_checked_step = False
+        self._is_stopping = self._has_checked_step = False
         self._known = {name for name, _ in self.run.model.named_parameters()}
         self._outside = OutsideModules(self.loss.compute_loss if self.run.strategy.is_main else None, self.run.model)
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
@@ -95,6 +94,7 @@ class TrainingLoop:
         """Call `on_train_begin` and start the clock."""
         note_start(self.run)
         self.events.call("on_train_begin", self.run)
+        self.checkpoints.stateful.begin()
         self._beginning = Beginning(self.run)
         self.run.ledger.enter("loop")
 

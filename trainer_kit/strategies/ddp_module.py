@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,7 +89,28 @@ class Replica(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            value = getattr(super().__getattr__("module"), name)
+        # A LightningModule computes its loss there, and calls itself.
+        return functools.partial(self._call_as_forward, value) if name == "training_step" else value
+
+    def _call_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's module in place of its `forward`, so that its gradients are exchanged."""
+        own = vars(self.module)
+        before = {name: own[name] for name in ("forward",) if name in own}
+
+        def restore() -> None:
+            own.pop("forward", None)
+            own.update(before)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return method(*args, **kwargs)
+
+        own["forward"] = forward
+        try:
+            return self(*args, **kwargs)
+        finally:
+            restore()
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass that does not exchange gradients."""

@@ -10,7 +10,7 @@ import torch
 from trainer_kit.checkpoint import CheckpointError, save_tensors, take_snapshot, verify, write_checkpoint
 from trainer_kit.checkpoint.format.base_reference import BaseReference, digest, write_kept
 from trainer_kit.checkpoint.format.safetensors_reader import load_source
-from trainer_kit.checkpoint.user_states import OWN_STATES
+from trainer_kit.checkpoint.stateful_entries import OWN_STATES
 from trainer_kit.errors import UnreadableError
 
 TIED = torch.arange(4.0)

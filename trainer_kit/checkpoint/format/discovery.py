@@ -253,6 +253,13 @@ def _part(target: torch.Tensor, placement: Placement) -> Part:
     return part
 
 
+def state_names(directory: Path) -> set[str]:
+    """Return the names of the states in a checkpoint."""
+    prefix, suffix = f"{STATE_FOLDER}/", ".json"
+    names = {each[len(prefix) :] for each in Manifest.read(directory).files if each.startswith(prefix)}
+    return {each[: -len(suffix)] for each in names if each.endswith(suffix) and not each.endswith(".index.json")}
+
+
 def _read_state(directory: Path, name: str, loader: Callable[[Any], _Load]) -> Any | None:
     """Read a state; `loader` takes its JSON tree and returns the function that loads each file."""
     listed = Manifest.read(directory).files
