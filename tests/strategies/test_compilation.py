@@ -183,6 +183,8 @@ def test_a_wrong_fusion_of_norms_is_turned_off(monkeypatch: pytest.MonkeyPatch) 
     """Only kernels of GPUs have it."""
     from torch._inductor import config
 
+    if not hasattr(config.triton, "mix_order_reduction"):
+        pytest.skip("this torch has no such fusion")
     monkeypatch.setattr(compilation, "_compile", lambda module, options: None)  # inductor takes seconds to import
     with config.patch({"triton.mix_order_reduction": True}):
         monkeypatch.setattr(compilation, "_FUSES_NORMS_WRONGLY", False)
