@@ -106,7 +106,8 @@ class Checkpointing(StateHooks, ModelSaving):
         It holds models, optimizers, schedulers, loader positions, fp16's scale, the gradients of an unfinished
         optimizer step, and the generators of every process. A resumed run is bitwise equal to an uninterrupted one. It
         is equal up to rounding where several processes save within an optimizer step, since the checkpoint keeps the
-        sum of their gradients.
+        sum of their gradients. What no `state_dict` has is not in it: buffers that are not persistent, and random
+        generators that your objects keep for themselves; `register_for_checkpointing` takes an object that holds them.
 
         All processes that see the folder write a share. If there are hooks, the main process calls them with the whole
         states, and writes alone.

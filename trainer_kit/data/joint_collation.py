@@ -66,13 +66,11 @@ def _are_alike(samples: list[Any]) -> bool:
         return False
     if {*map(len, samples)} != {len(first)}:
         return False
-    if kind is tuple:
-        columns: Any = zip(*samples, strict=True)
-    elif all(sample.keys() == first.keys() for sample in samples):
-        columns = ([sample[key] for sample in samples] for key in first)
-    else:
+    columns: Any = zip(*samples, strict=True) if kind is tuple else ([each[key] for each in samples] for key in first)
+    try:
+        return all(map(_is_alike, columns))
+    except KeyError:  # as many columns, but others
         return False
-    return all(map(_is_alike, columns))
 
 
 def _is_alike(column: Sequence[Any]) -> bool:
