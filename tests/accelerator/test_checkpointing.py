@@ -565,3 +565,28 @@ def test_copies_from_another_machine_are_verified_and_removed(tmp_path: Path, mo
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         second.accelerator.load_state(tmp_path / "state")
+
+
+def test_a_state_of_lbfgs_comes_back(tmp_path: Path) -> None:
+    def made() -> tuple[Accelerator, Any, Any]:
+        set_seed(0)
+        model = nn.Linear(4, 3)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.ones(2, 4)) - torch.arange(3.0)).square().sum()
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    first, second = made(), made()
+    step(*first)
+    first[0].save_state(tmp_path / "state")
+    second[0].load_state(tmp_path / "state")
+    for each in (first, second):
+        step(*each)
+    assert torch.equal(first[1].weight, second[1].weight)

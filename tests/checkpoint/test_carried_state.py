@@ -383,3 +383,49 @@ def test_generators_of_datasets_are_left_to_their_own_rule(tmp_path: Path) -> No
     args = arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=3)
     Trainer(nn.Linear(4, 4), args, dataset, compute_loss=compute_loss, callbacks=[Holds()]).train()
     assert read_carried(tmp_path / "run" / "checkpoint-3") == []
+
+
+class DrawsAt(Callback):
+    """Draws from a generator of its own after some steps."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps, self.generator, self.drawn = steps, random.Random(1), dict[int, float]()
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step in self.steps:
+            self.drawn[run.state.step] = self.generator.random()
+
+
+@pytest.mark.parametrize("saves", [[3], [3, 5], [1]])
+def test_a_generator_that_is_seldom_drawn_from_continues(tmp_path: Path, saves: list[int]) -> None:
+    """Only in the first step, and not between two saves."""
+
+    def run(folder: str, stop: int | None = None) -> dict[int, float]:
+        torch.manual_seed(0)
+        draws = DrawsAt([1, 6])
+        args = arguments(tmp_path / folder, max_steps=8, save_strategy="steps", save_steps=100)
+        callbacks = [draws, Losses(stop)]
+        Trainer(nn.Linear(4, 4), args, samples(), compute_loss=compute_loss, callbacks=callbacks).train(
+            resume_from_checkpoint=True
+        )
+        return draws.drawn
+
+    expected = run("straight")
+    for stop in saves:
+        run("resumed", stop)
+    assert run("resumed")[6] == expected[6]
+
+
+def test_a_rollback_takes_back_the_first_draw(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        has_broken = False
+
+        def on_pre_optimizer_step(self, run: Run) -> None:
+            if run.state.step == 4 and not self.has_broken:
+                self.has_broken = True
+                next(run.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+
+    draws = DrawsAt([3])
+    args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=2, nonfinite="rollback", async_save=False)
+    Trainer(nn.Linear(4, 4), args, samples(), compute_loss=compute_loss, callbacks=[draws, Breaks()]).train()
+    assert draws.drawn[3] == random.Random(1).random()

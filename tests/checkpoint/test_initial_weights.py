@@ -66,3 +66,11 @@ def test_a_model_init_that_needs_an_argument_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"model_init needs the argument 'trial', but is called without any; let it"):
         Trainer(args=arguments(tmp_path), model_init=make)
     assert Trainer(args=arguments(tmp_path), model_init=functools.partial(torch.nn.Linear, 2, 3)).run.model is not None
+
+
+def test_a_decorator_may_give_the_arguments(tmp_path: Path) -> None:
+    def given(function: Any) -> Any:
+        return functools.wraps(function)(lambda: function(3))
+
+    trainer = Trainer(args=arguments(tmp_path), model_init=given(lambda width: torch.nn.Linear(2, width)))
+    assert trainer.run.model.out_features == 3

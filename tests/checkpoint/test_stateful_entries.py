@@ -28,12 +28,14 @@ class Count:
 class Counting(Callback):
     """Adds its object in one of its calls, and counts steps in it."""
 
+    name = "count"
+
     def __init__(self, call: str, entry: Any = None) -> None:
         self.call, self.entry = call, entry or Count()
 
     def _add(self, call: str, run: Run) -> None:
         if call == self.call:
-            run.stateful["count"] = self.entry
+            run.stateful[self.name] = self.entry
 
     def on_init_end(self, run: Run) -> None:
         self._add("on_init_end", run)
@@ -62,6 +64,16 @@ def test_it_continues(tmp_path: Path, call: str) -> None:
     counting = Counting(call)
     train(tmp_path, 6, counting)
     assert counting.entry.value == 6
+
+
+def test_its_name_may_look_like_that_of_a_file(tmp_path: Path) -> None:
+    class Other(Counting):
+        name = "faiss.index"
+
+    train(tmp_path, 2, Other("on_init_end"))
+    counting = Other("on_init_end")
+    train(tmp_path, 4, counting)
+    assert counting.entry.value == 4
 
 
 @pytest.mark.parametrize("callbacks", [[Counting("on_epoch_begin")], []])

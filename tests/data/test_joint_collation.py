@@ -44,7 +44,10 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
     "one tensor": row,
     "text": lambda n: {"x": row(n), "text": "ab"},
 }
-SIZES = [2, 2, 2, 1]
+
+
+def parted(samples: list[Any]) -> list[list[Any]]:
+    return [samples[start : start + 2] for start in range(0, len(samples), 2)]
 
 
 def bits(batch: Any) -> Any:
@@ -53,38 +56,51 @@ def bits(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch).__name__, [bits(value) for value in batch]
     if isinstance(batch, torch.Tensor):
-        return batch.dtype, batch.shape, batch.stride(), batch.tolist()
+        dense = batch.dequantize() if batch.is_quantized else batch.to_dense()
+        return batch.dtype, batch.layout, batch.shape, dense.stride(), dense.tolist()
     return batch
 
 
 @pytest.mark.parametrize("collator", [stack, stack_with_labels, default_collate])
 @pytest.mark.parametrize("kind", [*ALIKE, *DIFFERENT])
 def test_they_are_those_of_single_calls(kind: str, collator: Any) -> None:
-    samples = [(ALIKE | DIFFERENT)[kind](number) for number in range(sum(SIZES))]
+    samples = [(ALIKE | DIFFERENT)[kind](number) for number in range(7)]
     calls: list[int] = []
 
     def counted(part: list[Any]) -> Any:
         calls.append(len(part))
         return collator(part)
 
-    found = collate_together(counted, samples, SIZES)
-    expected = [collator(samples[start : start + size]) for start, size in zip((0, 2, 4, 6), SIZES, strict=True)]
-    assert [*map(bits, found)] == [*map(bits, expected)]
+    parts = parted(samples)
+    found = collate_together(counted, parts)
+    assert [*map(bits, found)] == [*map(bits, map(collator, parts))]
     if kind in ALIKE:
         assert calls == [7]
 
 
 def test_each_has_memory_of_its_own() -> None:
-    first, second, *_ = collate_together(stack, [{"x": row(number)} for number in range(7)], SIZES)
+    first, second, *_ = collate_together(stack, parted([{"x": row(number)} for number in range(7)]))
     first["x"].zero_()
     assert second["x"].tolist() == torch.stack([row(2), row(3)]).tolist()
     assert first["x"].untyped_storage().nbytes() == first["x"].nbytes
 
 
+def quantized(number: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(row(number), 0.1 * (number // 2 + 1), 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("make", [lambda number: row(number).to_sparse(), quantized])
+def test_other_tensors_are_collated_by_batch(make: Callable[[int], torch.Tensor]) -> None:
+    parts = parted([{"x": make(number)} for number in range(7)])
+    for one, other in zip(collate_together(stack, parts), map(stack, parts), strict=True):
+        assert bits(one) == bits(other)
+
+
 def test_what_fits_nowhere_raises_as_alone() -> None:
     samples = [{"x": torch.ones(1 + number)} for number in range(4)]
     with pytest.raises(ValueError, match="cannot be stacked into a batch"):
-        collate_together(stack, samples, [2, 2])
+        collate_together(stack, parted(samples))
 
 
 def test_how_many_depends_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +109,8 @@ def test_how_many_depends_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches_at_once(stack, {"x": torch.zeros(8, 1024)}, 8) == 2
     assert batches_at_once(stack, large, 8) == batches_at_once(stack, {"x": torch.zeros(300, 1)}, 300) == 1
     assert batches_at_once(ColumnFilter(stack_with_labels, frozenset("x")), small, 8) == 32
+    assert batches_at_once(stack, {"x": torch.zeros(1, 4)}, 1) == 1  # a dataset may return the same tensor again
+    assert batches_at_once(stack, {"x": torch.zeros(8, 4).to_sparse()}, 8) == 1
     assert batches_at_once(lambda samples: stack(samples), small, 8) == 1  # may look at all samples of a batch
     monkeypatch.setattr(collate, "_TORCHS", {**torch.utils.data._utils.collate.default_collate_fn_map})
     assert batches_at_once(default_collate, small, 8) == 32

@@ -28,8 +28,11 @@ def test_they_are_a_warning_where_nothing_applies_them(tmp_path: Path) -> None:
         Trainer(model, arguments(tmp_path, max_steps=1), points(8), optimizer=grouped(model, lr_scale=1.0)).train()
 
 
-@pytest.mark.parametrize("second", [{"lr_scale": 0.25}, {"lr_scale": 1.0, "lr": 0.4}, {}])
+@pytest.mark.parametrize("second", [{"lr_scale": 0.25}, {"lr_scale": 1.0, "lr": 0.4}, {}, {"lr_scale": 1.0, "lr": 0.0}])
 def test_rates_that_are_as_they_were_given(second: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_rate_scales(grouped(Linear(), **second))
+        optimizer = grouped(Linear(), **second)
+        if second.get("lr") == 0.0:  # as at the start of a warm-up
+            optimizer.param_groups[0]["lr"] = 0.0
+        warn_of_rate_scales(optimizer)

@@ -46,7 +46,8 @@ class CarriedState:
     It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks and random generators in attributes,
     if they have changed since training began: a spiking network's membrane, a memory bank. A buffer that only the
     first step has changed is a cache, which another start computes for its own settings. Random generators that
-    `compute_loss`, the optimizer and callbacks hold are part of it too.
+    `compute_loss`, the optimizer and callbacks hold are part of it too. One that the checkpoint lacks has not been
+    drawn from before, so that a rollback brings it back to its first state.
 
     Tensors and numbers in attributes, and in the containers and objects there, may be such state too, or flags and
     caches that belong to this process. So they are not restored; the log of a resume names the attributes that change.
@@ -60,6 +61,7 @@ class CarriedState:
         self._owners: list[tuple[str, Any]] = []
         self._outside: Sequence[nn.Module] = ()
         self._start, self._before = 0, dict[str, Any]()
+        self._initial: dict[str, Any] = {}  # states of generators
         self._first: tuple[int, dict[str, Any]] | None = None  # step and notes after the first step
 
     def begin(self, compute_loss: Callable[..., Any] | None, callbacks: Iterable[Callback] = ()) -> None:
@@ -77,6 +79,7 @@ class CarriedState:
             names[name] += 1
         self._outside, self._first = outside_modules(compute_loss, self._run.model), None
         self._start, self._before = self._run.state.step, self._notes()
+        self._initial = {name: state_of_generator(each) for name, each in self._attributes() if is_generator(each)}
 
     def own(self) -> dict[str, Any]:
         """Return this process's state, with the model's own tensors; empty for most models."""
@@ -84,12 +87,11 @@ class CarriedState:
         if self._first is None and step > self._start:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
-        changed = {name for name, note in notes.items() if note != self._before.get(name) and note != first.get(name)}
+        used = {name for name, note in notes.items() if note != self._before.get(name)}
+        changed = {name for name in used if notes[name] != first.get(name)}
         buffers = {name: part._buffers[key] for name, part, key in self._buffers() if name in changed}
         generators = {
-            name: state_of_generator(each)
-            for name, each in self._attributes()
-            if name in changed and is_generator(each)
+            name: state_of_generator(each) for name, each in self._attributes() if name in used and is_generator(each)
         }
         found = {name: state_of_allocator(each) for name, each in self._attributes() if is_rank_allocator(each)}
         allocators = {name: each for name, each in found.items() if each}
@@ -139,10 +141,10 @@ class CarriedState:
             if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
                 part._buffers[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
         for name, each in self._attributes():
-            if name in generators and is_generator(each):
+            if is_generator(each) and (name in generators or name in self._initial):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
-                    set_state_of_generator(each, generators[name])
-                    del generators[name]
+                    set_state_of_generator(each, generators.get(name, self._initial.get(name)))
+                    generators.pop(name, None)
             elif is_rank_allocator(each):  # one that was new is so again after a rollback
                 set_state_of_allocator(each, allocators.pop(name, {}), self._run.strategy.device)
         if lost := [*buffers, *generators, *allocators]:
@@ -177,8 +179,7 @@ class CarriedState:
             for key, value in [*vars(part).items()]:
                 if key not in _OF_TORCH and not _is_derived(part, key):
                     yield f"{prefix}{key}", value
-        with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
-            yield from held_generators(self._owners, _NEAR, _has_a_rule_of_its_own)
+        yield from held_generators(self._owners, _NEAR, _has_a_rule_of_its_own)
 
     def _notes(self) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""

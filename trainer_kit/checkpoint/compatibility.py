@@ -41,6 +41,7 @@ _OF_THE_START = ("resume_from_checkpoint", "do_train", "do_eval", "do_predict")
 _ORDERS = {
     "shuffled": "shuffled samples",
     "grouped": "samples grouped by length",
+    "grouped in four": "samples in four groups by length",
     "dataset": "the dataset's order",
     "sampler": "a sampler",
     "stream": "an iterable dataset",

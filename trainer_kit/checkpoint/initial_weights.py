@@ -113,7 +113,7 @@ def seeded(model_init: Callable[[], torch.nn.Module], seed: int) -> Callable[[],
         TypeError: If `model_init` needs arguments.
     """
     with contextlib.suppress(ValueError):  # it has no signature
-        needed = inspect.signature(model_init).parameters.values()
+        needed = inspect.signature(model_init, follow_wrapped=False).parameters.values()
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if missing := [each.name for each in needed if each.default is each.empty and each.kind not in kinds]:
             raise TypeError(

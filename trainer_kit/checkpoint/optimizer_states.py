@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from trainer_kit.checkpoint.format.discovery import read_outline, read_state_into
 from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.box import Placement
-from trainer_kit.utils.optimizer_state import described_groups
+from trainer_kit.utils.optimizer_state import MODEL_NAME, described_groups
 from trainer_kit.utils.parameter_order import follow_order
 
 NEW_RUN = "start a new run with load_checkpoint_in_model(model, checkpoint)"
@@ -50,7 +50,7 @@ def read_optimizer_state(
         raise CheckpointError(f"{directory} is damaged: {error}") from error
     _check_sizes(optimizer, groups, directory)
     follow_order(optimizer, names, groups, directory)
-    _check_names(optimizer, groups, directory)
+    _check_names(optimizer, {*names.values()}, groups, directory)
     _check_shapes(optimizer, saved, groups, directory)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     targets: dict[tuple[Any, ...], torch.Tensor] = {
@@ -73,12 +73,14 @@ def _check_sizes(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]],
         )
 
 
-def _check_names(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], directory: Path) -> None:
-    """Check the names that the optimizer was given, for checkpoints without the model's."""
+def _check_names(
+    optimizer: torch.optim.Optimizer, known: Collection[str], groups: list[dict[str, Any]], directory: Path
+) -> None:
+    """Check the names that the optimizer was given, where the model's do not tell parameters apart."""
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         names = own.get("param_names") or [None] * len(own["params"])
         for name, other in zip(names, group["params"], strict=True):
-            if None not in (name, other["name"]) and name != other["name"]:
+            if None not in (name, other["name"]) and name != other["name"] and other.get(MODEL_NAME) not in known:
                 raise ValueError(
                     f"the optimizer has {name!r} where {directory} has {other['name']!r}; resume with the parameters "
                     f"in the same order, or {NEW_RUN}"
@@ -96,7 +98,7 @@ def _check_shapes(
                 f"the optimizer's parameter {number} is of shape {[*parameter.shape]}, but in {directory} of "
                 f"{other['shape']}; resume with the parameters in the same order, or {NEW_RUN}"
             )
-        if type(optimizer).__module__.startswith("torch.optim"):
+        if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
             _check_state_shapes(parameter, saved["state"].get(number, {}), number, directory)
 
 

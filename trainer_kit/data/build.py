@@ -123,7 +123,7 @@ def make_train_loader(
     layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
     saved = saved if args.on_resize == "keep" else None
     order, drop_last = order_facts(source, args).values()
-    if args.group_by_length and order != "grouped":
+    if args.group_by_length and not order.startswith("grouped"):
         raise ValueError(
             "group_by_length=True needs a train_dataset with a length and __getitem__, shuffled, and no sampler; set "
             "it to False"
@@ -137,7 +137,8 @@ def make_train_loader(
         if type(source.dataset) in (list, tuple) and source.dataset and layout.reader == 0:
             warn_of_ready_batches("train_dataset", source.dataset[0], reading.collate)
         names = getattr(run.processing_class, "model_input_names", None) or ["input_ids"]
-        column = names[0] if args.group_by_length else None
+        named = "input_ids" if "input_ids" in names else names[0]
+        column = named if args.group_by_length else None
         return TrainLoader(source.dataset, layout, reading, drop_last, column, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")

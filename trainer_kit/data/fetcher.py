@@ -60,9 +60,9 @@ class Fetcher(Dataset[Any]):
         The collator is one that stacks, see `batches_at_once`.
         """
         if len(slots) > 1 and not (self.draws or self._own_generators):
-            indices, sizes = [index for slot in slots for index in slot.indices], [len(slot.indices) for slot in slots]
             read = try_without_draws(
-                lambda: collate_together(self.collate, self._samples(indices), sizes), self._first_seed(slots[0])
+                lambda: collate_together(self.collate, [self._samples(slot.indices) for slot in slots]),
+                self._first_seed(slots[0]),
             )
             if read is not None:
                 return [*zip(slots, read[0], strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +26,8 @@ _dtype_of = attrgetter("dtype")
 def batches_at_once(collate: Collator, batch: Any, samples: int) -> int:
     """Return how many batches like this one to collate at once, by the size of its samples.
 
+    Batches of one sample are collated one by one, since a dataset may return the same memory for each sample.
+
     Args:
         collate: The collator.
         batch: A batch that it has made.
@@ -34,28 +36,29 @@ def batches_at_once(collate: Collator, batch: Any, samples: int) -> int:
     if isinstance(collate, ColumnFilter):
         collate = collate.collate
     stacks_rows = collate in (stack, stack_with_labels) or (collate is default_collate and is_torchs_collation())
-    if not stacks_rows:
+    values = [*tensors(batch)]
+    if not stacks_rows or samples == 1 or not all(map(_is_plain, values)):
         return 1
-    size = max(1, sum(each.nbytes for each in tensors(batch)))
+    size = max(1, sum(each.nbytes for each in values))
     return max(1, min(_MOST_BYTES // size, _MOST_SAMPLES // samples))
 
 
-def collate_together(collate: Collator, samples: list[Any], sizes: Sequence[int]) -> list[Any]:
-    """Return the batches that a collator makes of samples one after the other.
+def collate_together(collate: Collator, parts: Sequence[list[Any]]) -> list[Any]:
+    """Return the batches that a collator makes of the samples of each.
 
     Args:
         collate: A collator that stacks.
-        samples: The samples of all batches.
-        sizes: Number of samples in each batch.
+        parts: The samples of each batch.
     """
+    samples = [*chain.from_iterable(parts)]
     if _are_alike(samples):
         try:
-            cut = _cut(collate(samples), sizes)
+            cut = _cut(collate(samples), [*map(len, parts)])
         except (RuntimeError, TypeError, ValueError):  # those of each batch alone may still fit together
             cut = None
         if cut is not None:
             return cut
-    return [collate(samples[start:stop]) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return [*map(collate, parts)]
 
 
 def _are_alike(samples: list[Any]) -> bool:
@@ -75,7 +78,13 @@ def _are_alike(samples: list[Any]) -> bool:
 
 def _is_alike(column: Sequence[Any]) -> bool:
     (kind, *others) = {*map(type, column)}
+    if kind is torch.Tensor and not _is_plain(column[0]):
+        return False
     return not others and (kind in _NUMBERS or (kind in _ARRAYS and len({*map(_dtype_of, column)}) == 1))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _cut(batch: Any, sizes: Sequence[int]) -> list[Any] | None:

@@ -86,16 +86,19 @@ def held_generators(
     for _ in range(deepest):
         below: list[tuple[str, Any]] = []
         for path, value in level:
-            if isinstance(value, _LEAVES) or id(value) in seen or is_left_out(value):
+            if type(value) in _LEAVES or id(value) in seen:
                 continue
             seen.add(id(value))
             if len(seen) > _MOST:
                 return
-            if is_generator(value):
-                if not is_global_generator(value):
-                    yield path, value
-            else:
-                below += [(f"{path}/{name}", part) for name, part in _parts(value)]
+            found = False
+            with contextlib.suppress(Exception):  # of the user's objects, such as a reference to what is gone
+                if isinstance(value, _LEAVES) or is_left_out(value):
+                    continue
+                found = is_generator(value)
+                below += [] if found else [(f"{path}/{name}", part) for name, part in _parts(value)]
+            if found and not is_global_generator(value):
+                yield path, value
         level = below
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ class FixedBuckets(DistributedDataParallel):
 
     Attributes:
         reduced: The parameters with a gradient, by the index that torch's errors name.
+        method: A method of the module that a forward pass calls in its place; None: the module.
     """
 
     reduced: list[torch.nn.Parameter]
+    method: Callable[..., Any] | None = None
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         with ddp_without_compiler():
@@ -40,6 +42,9 @@ class FixedBuckets(DistributedDataParallel):
         kept = module.state_dict().keys()  # others are caches, whose shapes may differ between processes
         self.parameters_to_ignore.update(name for name, _ in module.named_buffers() if name not in kept)
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return (self.method or super()._run_ddp_forward)(*inputs, **kwargs)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         self.reduced, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +56,7 @@ class Replica(torch.nn.Module):
         self.module = module
         self.called = False
         self.exchange = exchange
+        self._method: Callable[..., Any] | None = None
         self._is_accumulating = False
         self._wrap = wrap
         self._watched = watched
@@ -71,7 +73,8 @@ class Replica(torch.nn.Module):
         if self.exchange is not None and torch.is_grad_enabled() and not self._is_accumulating:
             self.exchange.begin()
         if module is None:
-            return self.module(*args, **kwargs)
+            return (self._method or self.module)(*args, **kwargs)
+        module.method = self._method
         try:
             with self._watched():
                 return module(*args, **kwargs)
@@ -91,26 +94,16 @@ class Replica(torch.nn.Module):
         except AttributeError:
             value = getattr(super().__getattr__("module"), name)
         # A LightningModule computes its loss there, and calls itself.
-        return functools.partial(self._call_as_forward, value) if name == "training_step" else value
+        is_step = name == "training_step" and inspect.ismethod(value)
+        return functools.partial(self._call_instead, value) if is_step else value
 
-    def _call_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's module in place of its `forward`, so that its gradients are exchanged."""
-        own = vars(self.module)
-        before = {name: own[name] for name in ("forward",) if name in own}
-
-        def restore() -> None:
-            own.pop("forward", None)
-            own.update(before)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return method(*args, **kwargs)
-
-        own["forward"] = forward
+    def _call_instead(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's module in place of the module, so that its gradients are exchanged."""
+        self._method = method
         try:
             return self(*args, **kwargs)
         finally:
-            restore()
+            self._method = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass that does not exchange gradients."""

@@ -257,7 +257,7 @@ def state_names(directory: Path) -> set[str]:
     """Return the names of the states in a checkpoint."""
     prefix, suffix = f"{STATE_FOLDER}/", ".json"
     names = {each[len(prefix) :] for each in Manifest.read(directory).files if each.startswith(prefix)}
-    return {each[: -len(suffix)] for each in names if each.endswith(suffix) and not each.endswith(".index.json")}
+    return {each[: -len(suffix)] for each in names if each.endswith(suffix) and ".safetensors." not in each}
 
 
 def _read_state(directory: Path, name: str, loader: Callable[[Any], _Load]) -> Any | None:

@@ -86,7 +86,7 @@ _TRAINER: Mapping[str, Rule] = {
     "optimizer": TEXT,
     "lr_scheduler": TEXT,
 }
-_KINDS = ("shuffled", "grouped", "dataset", "sampler", "stream")
+_KINDS = ("shuffled", "grouped", "grouped in four", "dataset", "sampler", "stream")
 _FACTS: Mapping[str, Rule] = {
     "order": (lambda value: value in _KINDS, f"one of {', '.join(_KINDS)}"),
     "drop_last": BOOL,
