@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
+from trainer_kit.utils.user_warnings import warn
 
 if TYPE_CHECKING:
     from trainer_kit.run import Run
@@ -54,6 +55,12 @@ class EarlyStopping(Callback):
     def on_train_begin(self, run: Run) -> None:
         if run.args.eval_strategy == "no":
             raise ValueError("EarlyStopping needs evaluations, but eval_strategy='no'; set it to 'steps' or 'epoch'")
+        name, best = self._metric(run), run.args.metric_for_best_model
+        if run.args.load_best_model_at_end and name != best:
+            warn(
+                f"EarlyStopping watches {name}, but load_best_model_at_end=True loads the best model by {best}; set "
+                f"metric_for_best_model={name!r} for the one by {name}"
+            )
         if self.failures >= self.patience:  # resumed from the checkpoint of a run that ended early
             run.requests.stop = True
 

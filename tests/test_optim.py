@@ -20,6 +20,7 @@ from trainer_kit.optim import (
     make_plateau_scheduler,
     make_scheduler,
     own_scheduler,
+    parameter_groups,
 )
 from trainer_kit.utils.adafactor import UnscaledAdafactor
 
@@ -634,3 +635,13 @@ def test_reduce_lr_on_plateau_follows_the_metric() -> None:
         make_plateau_scheduler(sgd(), arguments(**given, lr_scheduler_kwargs={"factor": 2}))
     with pytest.warns(UserWarning, match="'reduce_lr_on_plateau' has no warmup"):
         make_plateau_scheduler(sgd(), arguments(**given, warmup_steps=3))
+
+
+def test_norms_in_a_dict_of_keras_do_not_decay() -> None:
+    """keras' layers are no modules; a ParameterDict has their weights by path."""
+    names = ["net/dense/kernel", "net/dense/bias", "net/layer_normalization/gamma", "net/normal_dense/kernel"]
+    model = torch.nn.Module()
+    model.weights = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(2)) for name in names})
+    decayed, plain = ([name for name, _ in group["params"]] for group in parameter_groups(model, 0.1))
+    assert [name.rpartition("/")[0] for name in decayed] == ["weights.net/dense", "weights.net/normal_dense"]
+    assert len(plain) == 2

@@ -212,7 +212,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         parameter
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if "bias" in name or _is_norm(module)
+        if "bias" in name or _is_norm(module) or re.search(_NORM_NAME, name.rpartition("/")[0])  # a path of keras
     }
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:

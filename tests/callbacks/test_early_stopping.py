@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,16 @@ def test_it_needs_evaluations(make_run: Callable[..., Run]) -> None:
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         EarlyStopping(**options)
+
+
+def test_another_metric_than_that_of_the_best_model_is_a_warning(make_run: Callable[..., Run]) -> None:
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    message = (
+        "watches eval_f1, but load_best_model_at_end=True loads the best model by eval_loss; set metric_for_best_model="
+    )
+    with pytest.warns(UserWarning, match=message):
+        EarlyStopping(2, metric="f1").on_train_begin(make_run(**options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EarlyStopping(2, metric="f1").on_train_begin(make_run(**options, metric_for_best_model="f1"))
+        EarlyStopping(2).on_train_begin(make_run(**options))

@@ -194,6 +194,14 @@ class CombinedLoader:
     """As Lightning's."""
 
 
+class PyDataset:
+    """As that of keras."""
+
+    __module__ = "keras.src"
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -202,6 +210,7 @@ class CombinedLoader:
             "is a list of DataLoaders; give one loader, or a dict of loaders",
         ),
         (Module(), r"is a Module, which makes loaders; give what its train_dataloader or val_dataloader returns after"),
+        (PyDataset(), "is a PyDataset of keras, which has batches in place of samples; give ReadyBatches"),
         (CombinedLoader(), "is a CombinedLoader, which is read in modes of Lightning's; give one loader"),
     ],
 )
@@ -444,3 +453,13 @@ def test_batches_that_are_given_as_samples_warn(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="length 5: .*ReadyBatches"), contextlib.suppress(Exception):
             Trainer(Classifier(), arguments(tmp_path / str(number), max_steps=1), dataset).train()
     train(tmp_path / "ready", ReadyBatches(iter(batches)), max_steps=1)
+
+
+@pytest.mark.parametrize(("size", "is_said"), [(4, True), (8, False), (11, False)])
+def test_a_batch_size_that_the_loader_overrides_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int, is_said: bool
+) -> None:
+    args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=size, log_level="info")
+    Trainer(Classifier(), args, DataLoader(rows(), 11)).train()
+    message = f"per_device_train_batch_size={size} has no effect: train_dataset is a DataLoader, with batches of 11"
+    assert (message in caplog.text) == is_said

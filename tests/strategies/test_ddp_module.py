@@ -18,7 +18,7 @@ from trainer_kit import Trainer
 from trainer_kit.callbacks import Freezing
 from trainer_kit.loop.batch_size_finder import _Buffers
 from trainer_kit.strategies.ddp import DDP, Replica
-from trainer_kit.strategies.ddp_module import take_from_main
+from trainer_kit.strategies.ddp_module import SharedBuffers, take_from_main
 from trainer_kit.strategies.grad_exchange import GradientExchange
 
 
@@ -272,3 +272,40 @@ def test_a_step_is_called_in_place_of_the_module() -> None:
         Replica(nn.Linear(1, 1), lambda module: None).training_step  # noqa: B018
     module.training_step = torch.tensor(0.5)  # type: ignore[assignment, method-assign]
     assert float(replica.training_step) == 0.5
+
+
+def test_statistics_of_keras_are_shared() -> None:
+    model = nn.Module()
+    names = ["net/norm/gamma", "net/norm/moving_mean", "net/norm/moving_variance"]
+    model.weights = nn.ParameterDict({name: nn.Parameter(torch.ones(2), requires_grad=False) for name in names})
+    shared = SharedBuffers(model)
+    assert shared.names == ["weights.net/norm/moving_mean", "weights.net/norm/moving_variance"]
+    assert [*map(id, shared.current())] == [id(model.weights[name]) for name in names[1:]]
+
+
+def test_the_mode_is_that_of_the_module() -> None:
+    module = nn.Dropout()
+    replica = Replica(module, lambda module: None)
+    assert replica.training
+    module.eval()
+    assert not replica.training
+    assert replica.train() is replica
+    assert module.training
+    replica.eval()
+    assert not module.training
+
+
+def loss_by_mode(model: Any, batch: Any) -> torch.Tensor:
+    out: torch.Tensor = model(batch["x"]) if model.training else model(batch["x"]) * 0 + 5
+    return (out - batch["labels"]).square().mean()
+
+
+def evaluate_by_mode(folder: str) -> float:
+    data = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in range(4)]
+    trainer = Trainer(nn.Linear(4, 1), arguments(Path(folder)), data, data, compute_loss=loss_by_mode)
+    return trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.distributed
+def test_a_loss_may_depend_on_the_mode(tmp_path: Path) -> None:
+    assert on_ranks(2, evaluate_by_mode, str(tmp_path)) == [25.0, 25.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import ComputeLoss, columns_of, takes_column
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
+
+logger = logging.getLogger("trainer_kit")
 
 
 def make_collators(
@@ -123,6 +126,13 @@ def make_train_loader(
     layout = _layout(run.strategy, source, args.per_device_train_batch_size, args.gradient_accumulation_steps)
     saved = saved if args.on_resize == "keep" else None
     order, drop_last = order_facts(source, args).values()
+    given, size = args.per_device_train_batch_size, source.batch_size
+    if size is not None and given not in (size, type(args).per_device_train_batch_size):
+        logger.warning(
+            "per_device_train_batch_size=%d has no effect: train_dataset is a DataLoader, with batches of %d",
+            given,
+            size,
+        )
     if args.group_by_length and not order.startswith("grouped"):
         raise ValueError(
             "group_by_length=True needs a train_dataset with a length and __getitem__, shuffled, and no sampler; set "

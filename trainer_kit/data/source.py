@@ -186,6 +186,11 @@ def check_is_one(role: str, data: Any) -> None:
     several = "give one loader, or a dict of loaders by name as eval_dataset"
     if type(data) in (list, tuple) and data and isinstance(data[0], DataLoader):
         raise TypeError(f"{role} is a {type(data).__name__} of DataLoaders; {several}")
+    if any(each.__name__ == "PyDataset" and each.__module__.startswith("keras") for each in type(data).__mro__):
+        raise TypeError(
+            f"{role} is a PyDataset of keras, which has batches in place of samples; give ReadyBatches(batches) with "
+            "tensors, or a dataset of samples"
+        )
     if type(data).__name__ == "CombinedLoader":
         raise TypeError(f"{role} is a CombinedLoader, which is read in modes of Lightning's; {several}")
     makers = [name for name in ("train_dataloader", "val_dataloader") if callable(getattr(data, name, None))]

@@ -67,6 +67,16 @@ class Replica(torch.nn.Module):
         self._synchronized: tuple[FixedBuckets | None] = (None,)
         self.alive.add(self)
 
+    @property
+    def training(self) -> bool:
+        """Whether the user's module is in training mode, which an evaluation changes in it alone."""
+        module = vars(self).get("_modules", {}).get("module")
+        return module is None or module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Do nothing: `train` sets the mode of the user's module too."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.called = self.called or torch.is_grad_enabled()
         module = self._synchronized_module() if torch.is_grad_enabled() else None
@@ -191,8 +201,13 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}{strides}{frozen}"
 
 
+_STATISTICS_OF_KERAS = ("/moving_mean", "/moving_variance")
+
+
 class SharedBuffers:
     """The persistent buffers of a module, such as a batch norm's statistics, which all processes share.
+
+    The statistics of keras' batch norms are among them, although they are parameters.
 
     Args:
         module: The user's module.
@@ -202,7 +217,8 @@ class SharedBuffers:
         kept = module.state_dict().keys()
         self.names: list[str] = []
         self._places: list[tuple[torch.nn.Module, str, torch.Size]] = []  # owner, name in the owner, shape
-        for name, buffer in module.named_buffers():
+        statistics = [each for each in module.named_parameters() if each[0].endswith(_STATISTICS_OF_KERAS)]
+        for name, buffer in (*module.named_buffers(), *statistics):
             if name in kept and buffer.numel():
                 path, _, last = name.rpartition(".")
                 self.names.append(name)
