@@ -105,14 +105,15 @@ def test_what_fits_nowhere_raises_as_alone() -> None:
 
 def test_how_many_depends_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = {"x": torch.zeros(8, 4)}, {"x": torch.zeros(8, 3, 224, 224)}
-    assert batches_at_once(stack, small, 8) == 32
-    assert batches_at_once(stack, {"x": torch.zeros(8, 1024)}, 8) == 2
+    assert batches_at_once(stack, small, 8) == 64
+    assert batches_at_once(stack, {"x": torch.zeros(8, 512)}, 8) == 4
+    assert batches_at_once(stack, {"x": torch.zeros(8, 1024)}, 8) == 1  # too few
     assert batches_at_once(stack, large, 8) == batches_at_once(stack, {"x": torch.zeros(300, 1)}, 300) == 1
-    assert batches_at_once(ColumnFilter(stack_with_labels, frozenset("x")), small, 8) == 32
+    assert batches_at_once(ColumnFilter(stack_with_labels, frozenset("x")), small, 8) == 64
     assert batches_at_once(stack, {"x": torch.zeros(1, 4)}, 1) == 1  # a dataset may return the same tensor again
     assert batches_at_once(stack, {"x": torch.zeros(8, 4).to_sparse()}, 8) == 1
     assert batches_at_once(lambda samples: stack(samples), small, 8) == 1  # may look at all samples of a batch
     monkeypatch.setattr(collate, "_TORCHS", {**torch.utils.data._utils.collate.default_collate_fn_map})
-    assert batches_at_once(default_collate, small, 8) == 32
+    assert batches_at_once(default_collate, small, 8) == 64
     monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, bytes, len)
     assert batches_at_once(default_collate, small, 8) == 1

@@ -16,7 +16,9 @@ from trainer_kit.data.columns import ColumnFilter
 from trainer_kit.utils.pytree import tensors
 
 _MOST_BYTES = 2**16
-_MOST_SAMPLES = 256
+_MOST_SAMPLES = 512
+_LEAST = 4
+"""Fewer batches at once take longer than one by one: the samples of all are in memory."""
 _NUMBERS = (int, float, bool)
 _ARRAYS = (torch.Tensor, np.ndarray)
 
@@ -40,7 +42,8 @@ def batches_at_once(collate: Collator, batch: Any, samples: int) -> int:
     if not stacks_rows or samples == 1 or not all(map(_is_plain, values)):
         return 1
     size = max(1, sum(each.nbytes for each in values))
-    return max(1, min(_MOST_BYTES // size, _MOST_SAMPLES // samples))
+    number = min(_MOST_BYTES // size, _MOST_SAMPLES // samples)
+    return number if number >= _LEAST else 1
 
 
 def collate_together(collate: Collator, parts: Sequence[list[Any]]) -> list[Any]:
