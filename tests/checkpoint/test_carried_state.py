@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.breaking import BreaksAt
 from kit.ranks import on_ranks
 from kit.trainer import arguments
 from torch import nn
@@ -417,15 +418,7 @@ def test_a_generator_that_is_seldom_drawn_from_continues(tmp_path: Path, saves: 
 
 
 def test_a_rollback_takes_back_the_first_draw(tmp_path: Path) -> None:
-    class Breaks(Callback):
-        has_broken = False
-
-        def on_pre_optimizer_step(self, run: Run) -> None:
-            if run.state.step == 4 and not self.has_broken:
-                self.has_broken = True
-                next(run.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-
     draws = DrawsAt([3])
     args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=2, nonfinite="rollback", async_save=False)
-    Trainer(nn.Linear(4, 4), args, samples(), compute_loss=compute_loss, callbacks=[draws, Breaks()]).train()
+    Trainer(nn.Linear(4, 4), args, samples(), compute_loss=compute_loss, callbacks=[draws, BreaksAt(4)]).train()
     assert draws.drawn[3] == random.Random(1).random()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.breaking import BreaksAt
 from kit.datasets import points
 from kit.models import Linear
 from kit.trainer import arguments
@@ -91,16 +92,8 @@ def test_one_without_a_state_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_rollback_restores_it(tmp_path: Path) -> None:
-    class Breaks(Callback):
-        has_broken = False
-
-        def on_pre_optimizer_step(self, run: Run) -> None:
-            if run.state.step == 3 and not self.has_broken:
-                self.has_broken = True
-                next(run.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-
     counting = Counting("on_train_begin")
-    train(tmp_path, 6, counting, Breaks(), nonfinite="rollback", async_save=False)
+    train(tmp_path, 6, counting, BreaksAt(3), nonfinite="rollback", async_save=False)
     assert counting.entry.value == 6  # steps that were taken back do not count
 
 

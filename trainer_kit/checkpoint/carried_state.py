@@ -78,22 +78,22 @@ class CarriedState:
             self._owners.append((f"{name} {names[name] + 1}" if names[name] else name, each))
             names[name] += 1
         self._outside, self._first = outside_modules(compute_loss, self._run.model), None
-        self._start, self._before = self._run.state.step, self._notes()
-        self._initial = {name: state_of_generator(each) for name, each in self._attributes() if is_generator(each)}
+        held = [*self._attributes()]
+        self._start, self._before = self._run.state.step, self._notes(held)
+        self._initial = {name: state_of_generator(each) for name, each in held if is_generator(each)}
 
     def own(self) -> dict[str, Any]:
         """Return this process's state, with the model's own tensors; empty for most models."""
-        step, notes = self._run.state.step, self._notes()
+        held = [*self._attributes()]
+        step, notes = self._run.state.step, self._notes(held)
         if self._first is None and step > self._start:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
         used = {name for name, note in notes.items() if note != self._before.get(name)}
         changed = {name for name in used if notes[name] != first.get(name)}
         buffers = {name: part._buffers[key] for name, part, key in self._buffers() if name in changed}
-        generators = {
-            name: state_of_generator(each) for name, each in self._attributes() if name in used and is_generator(each)
-        }
-        found = {name: state_of_allocator(each) for name, each in self._attributes() if is_rank_allocator(each)}
+        generators = {name: state_of_generator(each) for name, each in held if name in used and is_generator(each)}
+        found = {name: state_of_allocator(each) for name, each in held if is_rank_allocator(each)}
         allocators = {name: each for name, each in found.items() if each}
         if allocators:  # the configuration has the ranks that they keep
             changed = {name for name in changed if not name.endswith("peft_config")}
@@ -136,14 +136,15 @@ class CarriedState:
     def load_state(self, state: Mapping[str, Any], keeps_batches: bool = True) -> None:
         """Restore what `own` returned, see `load`."""
         buffers, generators, allocators = (dict(state.get(kind, {})) for kind in _RESTORED)
+        first_or_saved = self._initial | generators
         for name, part, key in self._buffers():
             present, value = part._buffers.get(key), buffers.get(name)
             if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
                 part._buffers[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
         for name, each in self._attributes():
-            if is_generator(each) and (name in generators or name in self._initial):
+            if name in first_or_saved and is_generator(each):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
-                    set_state_of_generator(each, generators.get(name, self._initial.get(name)))
+                    set_state_of_generator(each, first_or_saved[name])
                     generators.pop(name, None)
             elif is_rank_allocator(each):  # one that was new is so again after a rollback
                 set_state_of_allocator(each, allocators.pop(name, {}), self._run.strategy.device)
@@ -181,11 +182,11 @@ class CarriedState:
                     yield f"{prefix}{key}", value
         yield from held_generators(self._owners, _NEAR, _has_a_rule_of_its_own)
 
-    def _notes(self) -> dict[str, Any]:
+    def _notes(self, attributes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         """Return by name what shows a later change of a buffer or an attribute."""
         walk = AttributeNotes()
         notes: dict[str, Any] = {}
-        for name, value in self._attributes():
+        for name, value in attributes:
             with contextlib.suppress(Exception):  # such as a reference to what is gone: only a line of the log lacks it
                 notes[name] = walk.note(value)
         for name, part, key in self._buffers():

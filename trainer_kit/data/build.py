@@ -147,9 +147,9 @@ def make_train_loader(
         if type(source.dataset) in (list, tuple) and source.dataset and layout.reader == 0:
             warn_of_ready_batches("train_dataset", source.dataset[0], reading.collate)
         names = getattr(run.processing_class, "model_input_names", None) or ["input_ids"]
-        named = "input_ids" if "input_ids" in names else names[0]
-        column = named if args.group_by_length else None
-        return TrainLoader(source.dataset, layout, reading, drop_last, column, order != "dataset")
+        column = "input_ids" if "input_ids" in names else names[0]
+        grouped_column = column if args.group_by_length else None
+        return TrainLoader(source.dataset, layout, reading, drop_last, grouped_column, order != "dataset")
     if args.max_steps < 0 and source.length is None:
         raise ValueError("train_dataset has no length, so that epochs cannot be counted; set max_steps")
     return StreamLoader(source.dataset, layout, reading, drop_last)

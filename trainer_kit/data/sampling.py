@@ -216,6 +216,11 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+def is_small(length: int) -> bool:
+    """Return whether a dataset is too small for four groups of `GROUP` samples."""
+    return length < 4 * GROUP
+
+
 def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None = None) -> torch.Tensor:
     """Return the order of one epoch.
 
@@ -236,7 +241,7 @@ def permutation(length: int, seed: int, epoch: int, lengths: np.ndarray | None =
     if lengths is None or length == 0:
         return order
     shuffled = order.numpy()
-    size = min(GROUP, -(-length // 4))
+    size = -(-length // 4) if is_small(length) else GROUP
     groups = [shuffled[start : start + size] for start in range(0, length, size)]
     groups = [group[np.argsort(-lengths[group], kind="stable")] for group in groups]
     longest = int(np.argmax([lengths[group[0]] for group in groups]))

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainer_kit.config.arguments import TrainingArguments
 from trainer_kit.data.collate import Collator
-from trainer_kit.data.sampling import GROUP, mix
+from trainer_kit.data.sampling import is_small, mix
 from trainer_kit.state import is_stateful
 
 _BY_COLUMN = {
@@ -225,7 +225,7 @@ def order_facts(source: DataSource, args: TrainingArguments) -> dict[str, Any]:
     elif not (args.shuffle if source.shuffle is None else source.shuffle):
         order = "dataset"
     else:
-        groups = "grouped" if source.length is None or source.length >= 4 * GROUP else "grouped in four"
+        groups = "grouped in four" if source.length is not None and is_small(source.length) else "grouped"
         order = groups if args.group_by_length else "shuffled"
     return {"order": order, "drop_last": args.dataloader_drop_last if source.drop_last is None else source.drop_last}
 
