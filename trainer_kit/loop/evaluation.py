@@ -56,7 +56,7 @@ class _Tally(NamedTuple):
         samples: Number of samples.
         steps: Number of batches.
         loss: Sum of the losses and number of items; None if no batch had a loss.
-        shifts: Whether the model shifts its labels; None if no batch showed it.
+        answers: What the batches showed of the loss, see `Loss.answers`.
         interrupted: Whether the process stopped early.
         means: Sums and numbers of items of what the passes logged, by name.
         lacks: The device's out-of-memory message; None without one.
@@ -66,7 +66,7 @@ class _Tally(NamedTuple):
     samples: int
     steps: int
     loss: tuple[float, float] | None
-    shifts: bool | None
+    answers: tuple[bool | None, bool | None]
     interrupted: bool
     means: dict[str, tuple[float, float]]
     lacks: str | None = None
@@ -202,7 +202,7 @@ class Evaluator:
             if lacks is None:
                 raise
             clear_frames(error)
-            own = _Tally(0, 0, None, None, interrupted=False, means={}, lacks=lacks)
+            own = _Tally(0, 0, None, self.loss.answers, interrupted=False, means={}, lacks=lacks)
         tallies = self._agreed(own)
         if collected is not None:
             collected.gather(strategy, everywhere=keep)
@@ -267,7 +267,7 @@ class Evaluator:
         fingerprint = batches.fingerprint if isinstance(batches, StreamEvaluation) else 0
         logged = totals.logged.sums()
         return _Tally(
-            samples, steps, totals.loss.sums(), self.loss.shifts, interrupted, logged, fingerprint=fingerprint
+            samples, steps, totals.loss.sums(), self.loss.answers, interrupted, logged, fingerprint=fingerprint
         )
 
     def _forward(
@@ -384,8 +384,8 @@ class Evaluator:
             raise ValueError("the dataset to evaluate is empty; give at least one sample")
         if len({tally.fingerprint for tally in tallies}) > 1 and self.run.strategy.is_main:
             warn(different_samples("the dataset to evaluate"))
-        # A process whose batches did not show it takes the answer of another one.
-        self.loss.shifts = next((tally.shifts for tally in tallies if tally.shifts is not None), None)
+        # A process whose batches did not show them takes the answers of another one.
+        self.loss.take_answers(tally.answers for tally in tallies)
         return collectives.once_a_reader(tallies)
 
     def _logged(self, prefix: str, means: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, float]:

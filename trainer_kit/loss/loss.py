@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -159,11 +159,19 @@ class Loss:
 
     def agree(self, collectives: Collectives) -> bool | None:
         """Take what the first rank has found that knows an answer, so that all ranks agree; return `shifts`."""
-        found = collectives.gather_object((self.shifts, self.returns_sum_and_count))
+        self.take_answers(collectives.gather_object(self.answers))
+        return self.shifts
+
+    @property
+    def answers(self) -> tuple[bool | None, bool | None]:
+        """What this rank has found, see `shifts` and `returns_sum_and_count`."""
+        return self.shifts, self.returns_sum_and_count
+
+    def take_answers(self, found: Iterable[tuple[bool | None, bool | None]]) -> None:
+        """Take the first known of the ranks' `answers`."""
         self.shifts, self.returns_sum_and_count = (
             next((answer for answer in answers if answer is not None), None) for answers in zip(*found, strict=True)
         )
-        return self.shifts
 
     def eval_loss(self, batch: Any, context: Callable[[], Any]) -> torch.Tensor:
         """Return the loss of a batch in evaluation mode, without label smoothing, gradient or change of the model."""

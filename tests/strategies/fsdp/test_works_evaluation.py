@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.block_training import Records, make_trainer, rows, whole_weights
+from kit.block_training import Blocks, Records, arguments, make_trainer, rows, whole_weights
 from kit.ranks import on_ranks
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
@@ -132,3 +132,18 @@ def test_texts_are_those_of_ddp(tmp_path: Path, family: str) -> None:
 def test_texts_are_written_in_the_precision_of_the_weights(tmp_path: Path) -> None:
     texts = on_ranks(2, written, str(tmp_path), "fsdp", "llama", mixed_precision="bf16")
     assert [len(each) for each in texts] == [5, 5]
+
+
+def first_evaluated(folder: str, strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    args = arguments(folder, strategy, eval_on_start=True, max_steps=2)
+    trainer = Trainer(Blocks(), args, rows(8), rows(1), compute_loss=lambda model, batch: model(**batch)["loss"])
+    trainer.train()
+    return whole_weights(trainer.run.model)
+
+
+@pytest.mark.distributed
+def test_a_training_follows_an_evaluation_that_one_process_had_no_batch_of(tmp_path: Path) -> None:
+    """What the evaluation showed of the loss is known to all."""
+    ours, theirs = (on_ranks(2, first_evaluated, str(tmp_path), strategy) for strategy in ("fsdp", "ddp"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
