@@ -47,7 +47,8 @@ class JsonLines(Callback):
     - "rollback": the run returned to a checkpoint. A reader must skip earlier lines of a greater step here too.
     - "warning": the `message` and `source` of a Python warning, or of a warning or error logged by trainer_kit. The
       first 1,000 of a start are written.
-    - "end": the `ending` ("finished", "stopped" by a callback, "signal") and the `reason` if it is known.
+    - "end": the `ending` ("finished", "stopped" by a callback, "signal"), the `reason` if it is known, and `best_step`
+      and `best_metric` if the run has judged its model.
     - "exception": the `type` and `message` of the error that ended the run.
 
     NaN and infinity, which JSON lacks, are written as the strings "nan", "inf" and "-inf". Each line is written
@@ -104,7 +105,9 @@ class JsonLines(Callback):
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
             self._write(run, "log", **metrics)
-        self._write(run, "end", **_ending(run))
+        state = run.state
+        best = {} if state.best_step is None else {"best_step": state.best_step, "best_metric": state.best_metric}
+        self._write(run, "end", **_ending(run), **best)
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._write(run, "rollback")

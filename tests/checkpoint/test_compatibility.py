@@ -185,8 +185,15 @@ def test_the_arguments_may_name_the_checkpoint(tmp_path: Path, caplog: pytest.Lo
                 "resumed with other arguments: max_steps -1 -> 5",
             ],
         ),
+        (
+            {"lr_scheduler_type": "cosine", "warmup_steps": 4},
+            [
+                "lr_scheduler_type 'linear' -> 'cosine', warmup_steps 3 -> 4 changed: from step 4 on the learning rate "
+                "is that of the new schedule"
+            ],
+        ),
     ],
-    ids=["same", "smaller", "same window", "fewer epochs", "max_steps"],
+    ids=["same", "smaller", "same window", "fewer epochs", "max_steps", "schedule"],
 )
 def test_one_sentence_tells_of_another_layout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: list[str]

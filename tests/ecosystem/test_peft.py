@@ -84,11 +84,39 @@ class Allocates(Callback):
         self.last = last
 
     def on_optimizer_step(self, run: Run) -> None:
-        run.model.base_model.update_and_allocate(run.state.step + 1)  # type: ignore[union-attr, operator]
+        run.model.base_model.update_and_allocate(run.state.step)  # type: ignore[union-attr, operator]
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self.last:
             run.requests.save = run.requests.stop = True
+
+
+def adapted_by_adalora() -> torch.nn.Module:
+    torch.manual_seed(1)
+    config = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", init_r=4, target_r=2, tinit=2, tfinal=2, total_step=8, target_modules=["q_proj"]
+    )
+    with peft_warnings_ignored():
+        return peft.get_peft_model(base(), config)  # type: ignore[no-any-return]
+
+
+def test_adalora_trains_as_in_the_loop_of_peft(tmp_path: Path) -> None:
+    ours, theirs = adapted_by_adalora().double(), adapted_by_adalora().double()
+    trainer(
+        ours, tmp_path, [Allocates()], max_steps=8, shuffle=False, lr_scheduler_type="constant", max_grad_norm=0.0,
+        optim="sgd", per_device_train_batch_size=2, gradient_accumulation_steps=1, learning_rate=0.1,
+    ).train()  # fmt: skip
+    optimizer = torch.optim.SGD([each for each in theirs.parameters() if each.requires_grad], lr=0.1)
+    data = [row["input_ids"] for row in rows(16)]
+    for step in range(8):
+        batch = torch.stack(data[2 * step : 2 * step + 2])
+        theirs(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        theirs.base_model.update_and_allocate(step)  # type: ignore[union-attr, operator]
+        optimizer.zero_grad()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [2, 5, 7])
@@ -96,12 +124,7 @@ def test_the_rank_allocator_of_adalora_goes_on(step: int, tmp_path: Path, caplog
     """Before the first ranks are masked, while they become fewer, and once they stay."""
 
     def train(name: str, last: int = 0) -> torch.nn.Module:
-        torch.manual_seed(1)
-        config = peft.AdaLoraConfig(
-            task_type="CAUSAL_LM", init_r=4, target_r=2, tinit=2, tfinal=2, total_step=8, target_modules=["q_proj"]
-        )
-        with peft_warnings_ignored():
-            model = peft.get_peft_model(base(), config)
+        model = adapted_by_adalora()
         made = trainer(model, tmp_path / name, [Allocates(last)], max_steps=8, save_steps=8, log_level="info")
         made.train(resume_from_checkpoint=True)
         return model

@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import EvalResult
+from kit.datasets import points
+from kit.models import Linear
 from kit.run_logs import eventful, finished
+from kit.trainer import arguments
 
+from trainer_kit import Callback, Run, Trainer
 from trainer_kit.report.card import model_card
+from trainer_kit.report.history import RunHistory
 
 
 def parts(card: str) -> tuple[dict[str, Any], str]:
@@ -38,6 +44,36 @@ def test_a_step_without_an_evaluation_has_no_metrics(tmp_path: Path) -> None:
     assert "model-index" not in front
     assert "### Evaluation\n" not in text
     assert "those of step 3." in text
+
+
+class Score(Callback):
+    """Gives each evaluation of the training a score that falls."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+        metrics["score"] = -run.state.step
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_best_model_by_a_number_of_a_callback_before_a_later_evaluation(tmp_path: Path, has_ended: bool) -> None:
+    """An evaluation of other data by the trained model, and one before the first step, are not of the training."""
+    args = arguments(
+        tmp_path, report_to="jsonl", eval_strategy="steps", eval_steps=1, eval_on_start=True, save_strategy="steps",
+        save_steps=1, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Score()])
+    trainer.train()
+    trainer.evaluate([(torch.ones(4), torch.tensor(2))], metric_key_prefix="hard")
+    log = tmp_path / "run" / "log.jsonl"
+    if not has_ended:  # as while it runs
+        log.write_text("".join(line for line in log.read_text().splitlines(True) if '"best_step"' not in line))
+    best = RunHistory(log).best
+    assert best is not None
+    assert (best.step, best.value) == (1, -1)
+    text = model_card(log)
+    assert "those of step 1." in text
+    assert "| score | -1 |" in text
+    evaluation = model_card(log, step=4).partition("### Evaluation")[2].partition("###")[0]
+    assert ("hard" in evaluation) == (not has_ended)
 
 
 def test_it_names_neither_folders_nor_the_host(tmp_path: Path) -> None:

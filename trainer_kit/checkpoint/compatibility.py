@@ -35,6 +35,9 @@ _IN_THE_OPTIMIZER = ("learning_rate", "layer_lr_decay", "weight_decay", "adam_be
 _IN_THE_LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Arguments that the message about the layout covers."""
 
+_OF_THE_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+"""Arguments of a schedule by name, which has no state but its step."""
+
 _OF_THE_START = ("resume_from_checkpoint", "do_train", "do_eval", "do_predict")
 """Arguments that differ between the starts of a run."""
 
@@ -254,9 +257,16 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
     changed = {name: (saved_args[name], now[name]) for name in now if name in saved_args and name not in _OF_THE_START}
     changed = {name: (old, new) for name, (old, new) in changed.items() if old != new}
     kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
-    others = [name for name in changed if name not in kept and name not in _IN_THE_LAYOUT]
+    is_by_name = isinstance(run.lr_scheduler, Schedule)
+    rescheduled = [name for name in changed if name in _OF_THE_SCHEDULE and is_by_name]
+    others = [name for name in changed if name not in (*kept, *rescheduled, *_IN_THE_LAYOUT)]
     if others:
         logger.info("resumed with other arguments: %s", _described(changed, others))
+    if rescheduled:
+        logger.warning(
+            "%s changed: from step %d on the learning rate is that of the new schedule", _described(changed, rescheduled),
+            run.state.step + 1,
+        )  # fmt: skip
     if kept:
         logger.warning(
             "%s changed, but the optimizer keeps the checkpoint's values; start a new run from the weights to change "

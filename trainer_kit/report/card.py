@@ -71,8 +71,11 @@ def _step_of_the_model(history: RunHistory) -> int:
 
 
 def _metrics(history: RunHistory, step: int) -> dict[str, float]:
-    """Return the metrics of the newest evaluation at a step; empty if the run was not evaluated there."""
-    records = [record for record in history.evaluations if record["step"] == step]
+    """Return the metrics of the training's evaluation at a step, or else the newest; empty without one there."""
+    judged, others = (
+        [record for record in records if record["step"] == step] for records in (history.judged, history.evaluations)
+    )
+    records = judged or others
     found = records[-1].items() if records else ()
     return {
         name: value

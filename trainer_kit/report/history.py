@@ -186,11 +186,29 @@ class RunHistory:
         return [event.record for event in self.story if event.name == "evaluate"]
 
     @functools.cached_property
+    def judged(self) -> list[Record]:
+        """Records of the valid evaluations by which the training judged its model, those within it after a step."""
+        is_training, found = False, []
+        for event in self.story:
+            if event.name in ("start", "end", "exception"):
+                is_training = event.name == "start"
+            elif event.name == "evaluate" and is_training and event.step:
+                found.append(event.record)
+        return found
+
+    @functools.cached_property
     def best(self) -> Best | None:
-        """Best evaluation by `metric_for_best_model`, the first among equals; None without evaluations."""
+        """Best evaluation by `metric_for_best_model`, the first among equals; None if none is known."""
         arguments = self.arguments
         name = arguments.get("metric_for_best_model") or "eval_loss"
-        values = {record["step"]: record[name] for record in self.evaluations if is_finite(record.get(name))}
+        last = [event for event in self.story if event.name in ("start", "end")][-1:]
+        if last and "best_step" in last[0].record:
+            return Best(name, last[0].record["best_step"], last[0].record["best_metric"])
+        values: dict[int, float] = {}
+        for record in self.judged:
+            # A callback may have added it without the prefix.
+            if is_finite(value := record.get(name, record.get(name.removeprefix("eval_")))):
+                values.setdefault(record["step"], value)
         if not values:
             return None
         step = (max if arguments.get("greater_is_better") else min)(values, key=lambda step: values[step])
