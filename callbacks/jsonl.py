@@ -105,9 +105,7 @@ class JsonLines(Callback):
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
             self._write(run, "log", **metrics)
-        state = run.state
-        best = {} if state.best_step is None else {"best_step": state.best_step, "best_metric": state.best_metric}
-        self._write(run, "end", **_ending(run), **best)
+        self._write(run, "end", **_ending(run), **_best(run))
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._write(run, "rollback")
@@ -195,6 +193,12 @@ def _ending(run: Run) -> dict[str, Any]:
     if run.requests.exit_code is not None:
         return {"ending": "signal", "exit_code": run.requests.exit_code, **reason}
     return {"ending": "finished"} if run.state.step >= run.total_steps else {"ending": "stopped", **reason}
+
+
+def _best(run: Run) -> dict[str, Any]:
+    """Return the step and the value by which the best model was judged, if it was."""
+    state = run.state
+    return {} if state.best_step is None else {"best_step": state.best_step, "best_metric": state.best_metric}
 
 
 def _environment(run: Run) -> dict[str, Any]:

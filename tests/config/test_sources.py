@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,48 @@ def test_a_field_of_a_subclass_may_have_the_name_of_another_trainer() -> None:
     args = Mine()
     args.data_seed = 5
     assert args.data_seed == 5
+
+
+class Kind(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclasses.dataclass
+class Extended(TrainingArguments):
+    data: Path = Path("data")
+    cache: Path | None = None
+    sizes: tuple[int, ...] = (3, 4)
+    span: tuple[float, str] = (0.5, "m")
+    loose: tuple = (1,)  # type: ignore[type-arg]
+    kind: Kind = Kind.SMALL
+    given: Any = None
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_fields_of_a_subclass_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    args = Extended(cache=Path("c"), sizes=(1,), kind=Kind.LARGE)
+    args.save(tmp_path / name)
+    assert Extended.load(tmp_path / name) == args
+    assert Extended.from_args(["--config", str(tmp_path / name)]) == args
+    assert Extended.from_dict(args.to_dict()) == args
+
+
+def test_fields_of_a_subclass_have_the_types_of_their_hints() -> None:
+    args = Extended.from_args(["--data", "x", "--kind", "large"])
+    assert (args.data, args.kind) == (Path("x"), Kind.LARGE)
+    with pytest.raises(TypeError, match=r"^data=3 is not allowed; it must be a path$"):
+        Extended(data=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^span=\[1\] is not allowed; it must be a list of 2$"):
+        Extended(span=[1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^kind='tiny' is not allowed; it must be one of 'small', 'large'$"):
+        Extended(kind="tiny")  # type: ignore[arg-type]
+
+
+def test_a_value_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"run\.yaml: cannot hold given=\{1, 2\}; give strings"):
+        Extended(given={1, 2}).save(tmp_path / "run.yaml")
+    assert not [*tmp_path.iterdir()]
 
 
 THEIRS = "or give the Trainer transformers' own TrainingArguments, which have it"
@@ -117,7 +160,12 @@ def test_hf_argument_parser_takes_flags_and_dicts(line: str, expected: dict[str,
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
-    [("--bf16 maybe", "--bf16 takes true or false"), ("--mixed_precision", "--mixed_precision needs the name")],
+    [
+        ("--bf16 maybe", "--bf16 takes true or false"),
+        ("--mixed_precision", "--mixed_precision needs the name"),
+        ("--bf16 --fp16", "bf16 and fp16 are both given as precision"),
+        ("--mixed_precision fp16 --bf16", "fp16 and bf16 are both given as precision"),
+    ],
 )
 def test_hf_argument_parser_names_a_wrong_precision(line: str, sentence: str, capsys: Any) -> None:
     parser = transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]

@@ -166,12 +166,28 @@ def test_a_dataset_that_draws_nothing_is_read_once() -> None:
     assert dataset.reads == [1] * LENGTH
 
 
-def test_a_dataset_that_draws_is_read_again_only_in_the_batch_where_that_shows() -> None:
+@pytest.mark.parametrize("batch", [1, 4, 8, LENGTH])
+def test_a_dataset_that_draws_is_read_again_only_where_that_shows(batch: int) -> None:
+    """Of the first batch, that is the first sample that draws; another batch is read again as a whole."""
     dataset = Drawing("some")
-    plan = plan_of(Layout(4))
+    plan = plan_of(Layout(batch))
     noises(dataset, plan)
-    first = next(slot for slot in plan if any(index % 7 == 3 for index in slot.indices))
-    assert dataset.reads == [2 if index in first.indices else 1 for index in range(LENGTH)]
+    shows = next(slot for slot in plan if any(index % 7 == 3 for index in slot.indices))
+    again = shows.indices
+    if shows is plan[0]:
+        again = [index for index in shows.indices if index % 7 == 3][:1]
+        again = [] if again == shows.indices[:1] else again
+    assert dataset.reads == [2 if index in again else 1 for index in range(LENGTH)]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "random", "normal", "mixed"])
+def test_a_dataset_that_draws_for_each_sample_is_read_once(kind: str) -> None:
+    """One that gives from a buffer would lose what is read in vain."""
+    for epoch in (0, -1):
+        dataset = Drawing(kind)
+        noises(dataset, [slot._replace(epoch=epoch) for slot in plan_of(Layout(4))])
+        most = 1 if epoch == 0 else 2  # an evaluation begins with the seed of sample 0, which is another one here
+        assert sum(dataset.reads) == LENGTH + most - 1
 
 
 class Collator:

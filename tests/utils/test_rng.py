@@ -21,9 +21,9 @@ from trainer_kit.utils.rng import (
     KeptGenerators,
     generator_states,
     generators_kept,
+    read_seeded,
     seed_generators,
     set_generator_states,
-    try_without_draws,
 )
 
 USES: dict[str, Callable[[], object]] = {
@@ -189,10 +189,17 @@ def test_any_number_of_draws_shows(count: int, kept: bool) -> None:
         assert rng._host().differ_from(states._states)
 
 
-def test_reading_without_draws() -> None:
-    assert try_without_draws(torch.initial_seed, 5) == (5,)
+def test_reading_with_seeded_generators() -> None:
+    assert read_seeded(torch.initial_seed, 5) == (5, False)
     for use in USES.values():
-        assert try_without_draws(use, 5) is None
+        assert read_seeded(use, 5)[1]
+
+    def drawn() -> list[float]:
+        return [*draws()]
+
+    expected = read_seeded(drawn, 5)
+    draws()
+    assert read_seeded(drawn, 5) == expected
 
     def fail_by_chance() -> None:
         raise KeyError(random.random())
@@ -200,9 +207,9 @@ def test_reading_without_draws() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    assert try_without_draws(fail_by_chance, 5) is None
+    assert read_seeded(fail_by_chance, 5) == (None, True)
     with pytest.raises(KeyError, match="x"):
-        try_without_draws(fail, 5)
+        read_seeded(fail, 5)
 
 
 def test_states_are_restored() -> None:
@@ -292,8 +299,8 @@ def test_the_generators_are_found_while_another_thread_draws() -> None:
 def test_another_thread_that_draws_is_waited_for(use: str) -> None:
     """Else numpy would read beyond its words there, and end the process."""
     states = KeptGenerators()
-    try_without_draws(lambda: None, 7)  # finds the states to start with
-    write = states.restore if use == "restore" else lambda: try_without_draws(lambda: None, 7)
+    read_seeded(lambda: None, 7)  # finds the states to start with
+    write = states.restore if use == "restore" else lambda: read_seeded(lambda: None, 7)
     with ThreadPoolExecutor(1) as pool:
         with np.random.get_bit_generator().lock:  # type: ignore[attr-defined]  # as a thread that draws
             written = pool.submit(write)

@@ -113,7 +113,6 @@ class PreparedLoader(DataLoader[Any]):
         ]
         self._position, self._open = 0, False
         self._stand: LoaderPosition | None = None
-        self._draws = False  # whether reading a batch has drawn random numbers
         self._workers: WorkerReader | None = None
         self._counting = loader
         if self._streams and not _iterates_itself(loader) and loader.batch_size is not None:
@@ -300,14 +299,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._read_here(jobs)
 
     def _read_here(self, jobs: Iterator[BatchRequest]) -> Iterator[Dealt]:
-        reader, device = Reader(self.loader, self._draws), self._strategy.device
+        reader, device = Reader(self.loader), self._strategy.device
         if reader.collate is default_collate:
             reader.collate = default_collate_in_process
-        try:
-            for job in jobs:
-                yield Dealt(*reader.read_apart(job, device))
-        finally:
-            self._draws = self._draws or reader.draws
+        for job in jobs:
+            yield Dealt(*reader.read_apart(job, device))
 
     def _apart(self, items: Iterator[Any]) -> Iterator[Any]:
         """Keep the global generators unchanged while items are read in this process."""

@@ -13,7 +13,7 @@ from trainer_kit.accelerator.concat import joined, row_count
 from trainer_kit.data.fetcher import set_epoch
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.workers import worker_items
-from trainer_kit.utils.rng import KeptGenerators, seed_generators, try_without_draws
+from trainer_kit.utils.rng import KeptGenerators, seed_generators
 
 
 class BatchRequest(NamedTuple):
@@ -47,16 +47,11 @@ class Dealt:
 class Reader(Dataset[Any]):
     """Dataset that reads and collates batch requests, each with its own randomness, in any process.
 
-    Seeding takes as long as reading a few small samples, so a batch is first read without (see `try_without_draws`). If
-    reading a batch changes a generator, the batch is read again with all of them seeded, and so are all later ones.
-
     Args:
         loader: The user's DataLoader.
-        draws: Whether reading a batch is known to draw random numbers.
     """
 
-    def __init__(self, loader: DataLoader[Any], draws: bool = False) -> None:
-        self.draws = draws
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset: Any = loader.dataset
         self.collate = loader.collate_fn
         self.in_batches = loader.batch_sampler is not None
@@ -83,11 +78,6 @@ class Reader(Dataset[Any]):
         return dealt
 
     def _read(self, job: BatchRequest) -> tuple[int, int, bool, Any]:
-        if not (self.draws or self._own_generators):
-            read = try_without_draws(lambda: self._collated(job), job.seed)
-            if read is not None:
-                return read[0]
-            self.draws = True
         seed_generators(job.seed)
         self._own_generators.seed(job.seed)
         return self._collated(job)

@@ -264,9 +264,10 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
         logger.info("resumed with other arguments: %s", _described(changed, others))
     if rescheduled:
         logger.warning(
-            "%s changed: from step %d on the learning rate is that of the new schedule", _described(changed, rescheduled),
+            "%s changed: from step %d on the learning rate is that of the new schedule",
+            _described(changed, rescheduled),
             run.state.step + 1,
-        )  # fmt: skip
+        )
     if kept:
         logger.warning(
             "%s changed, but the optimizer keeps the checkpoint's values; start a new run from the weights to change "

@@ -20,7 +20,7 @@ _REPORTS = ("report.html", "report.md")
 _EVENTS, _ARGUMENTS_TAG, _HEAD_BYTES = "events.out.tfevents.*", b"arguments/text_summary", 4096
 
 
-def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[Path] = ()) -> None:
+def set_aside(output_dir: Path, keep: Collection[str], records: Collection[Path], goes_on: bool) -> None:
     """Move the files that this run does not resume from into `earlier-N/`, so that two runs never mix.
 
     These are checkpoints of another run, checkpoints of this run after the step at which it resumes, and damaged ones.
@@ -29,11 +29,12 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         output_dir: Folder of the run.
         keep: Names of the checkpoints that stay.
         records: Log files and reports of another run below `output_dir`, which are moved too.
+        goes_on: Whether this run resumes in its folder.
     """
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
     if not found and not records:
         return
-    can_resume = not all(map(is_of_transformers, found))
+    can_resume = not goes_on and not all(map(is_of_transformers, found))
     number = 1
     while (folder := output_dir / f"earlier-{number}").exists():
         number += 1
@@ -44,7 +45,8 @@ def set_aside(output_dir: Path, keep: Collection[str] = (), records: Collection[
         each.rename(target)
     names = ", ".join(each.relative_to(output_dir).as_posix() for each in (*found, *records))
     remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if can_resume else ""
-    logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
+    whose = ", which this run does not resume from," if goes_on else " of another run"
+    logger.warning("moved %s%s from %s to %s%s", names, whose, output_dir, folder, remedy)
 
 
 def records_of(args: TrainingArguments) -> list[Path]:

@@ -281,8 +281,7 @@ class CheckpointManager:
         goes_on = bool(kept) or (self._starts_again and comes_from.resolve() == self.folder.resolve())
         if self.copier is None:  # copies in memory go out of date
             give_up_copies(self.folder)
-        records = [] if goes_on else records_of(self.run.args)
-        set_aside(self.folder, kept, records)
+        set_aside(self.folder, kept, [] if goes_on else records_of(self.run.args), goes_on)
         self._made = []  # they stay from now on
         self.has_taken_folder = True
 

@@ -38,7 +38,7 @@ def _take_folder(checkpoints: CheckpointManager) -> None:
     """Take in what the last main process has left; on another disk, that may be nothing."""
     remove_stale_staging(checkpoints.folder)
     checkpoints.saver.committed = committed = _committed(checkpoints)
-    set_aside(checkpoints.folder, {each.name for each in committed}, [])
+    set_aside(checkpoints.folder, {each.name for each in committed}, [], goes_on=True)
     if checkpoints.copier is not None:
         checkpoints.copier.mark()
 

@@ -24,6 +24,7 @@ from trainer_kit.config.field_types import (
     MetricInputs,
     Name,
     Names,
+    NormLimit,
     NotNegative,
     Numbers,
     OptimizerOptions,
@@ -226,7 +227,7 @@ class TrainingArguments(ArgumentSources):
     lr_scheduler_kwargs: Numbers = dataclasses.field(default_factory=dict, metadata=JSON_TEXT)
     warmup_steps: CountOrFraction = 0
     warmup_ratio: Ratio = 0.0
-    max_grad_norm: NotNegative = 1.0
+    max_grad_norm: NormLimit = 1.0
     max_grad_value: Positive | None = None
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = dataclasses.field(
         default_factory=environment.mixed_precision,  # type: ignore[arg-type]  # checked like any other value
@@ -373,9 +374,9 @@ class TrainingArguments(ArgumentSources):
 
         A tracker in `report_to` is given by its name, and left out if it is of your own.
         """
-        plain = copy.copy(self)
-        plain.report_to = reporters_as_data(self.report_to)
-        return dataclasses.asdict(plain)
+        described = copy.copy(self)
+        described.report_to = reporters_as_data(self.report_to)
+        return super(TrainingArguments, described).to_dict()
 
     def fix_folders(self) -> None:
         """Make relative folders absolute, so that a later `os.chdir` does not change them."""

@@ -60,6 +60,7 @@ Steps = Annotated[int, Rule("a whole number of at least 1, or -1 for no limit", 
 Seed = Annotated[int, Rule("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
+NormLimit = Annotated[float, Rule("a finite number of at least 0; 0 sets no limit", lambda value: value >= 0)]
 Beta = Annotated[float, Rule("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
 Factor = Annotated[float, Rule("a number above 0 and at most 1", lambda value: 0 < value <= 1)]
 Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)]

@@ -32,11 +32,17 @@ class _PrecisionOption(argparse.Action):
             if is_on not in _TRUTH:
                 parser.error(f"{option} takes true or false, or nothing, but got {value}")
             if _TRUTH[is_on]:
-                setattr(namespace, self.dest, precision)
+                self._set(parser, namespace, precision)
         elif value is None:
             parser.error(f"{option} needs the name of a precision")
         else:
-            setattr(namespace, self.dest, value)
+            self._set(parser, namespace, str(value))
+
+    def _set(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, precision: str) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        if before not in (self.default, precision):
+            parser.error(f"{before} and {precision} are both given as precision; give one")
+        setattr(namespace, self.dest, precision)
 
 
 _PRECISIONS = ("bf16", "fp16")

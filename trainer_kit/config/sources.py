@@ -21,7 +21,7 @@ from trainer_kit.config.transformers_names import (
     added_by_subclass,
     settings_of,
 )
-from trainer_kit.config.validation import load_fields, save_fields
+from trainer_kit.config.validation import load_fields, plain, save_fields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,7 +70,7 @@ class ArgumentSources(_Base):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as strings, numbers, booleans, None, and lists and dicts of these."""
-        return dataclasses.asdict(self)
+        return {name: plain(value) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_dict(cls: type[Arguments], values: Mapping[str, Any]) -> Arguments:
@@ -122,6 +122,7 @@ class ArgumentSources(_Base):
         """Write all fields to a file with the suffix .json, .yaml or .yml.
 
         Raises:
+            TypeError: If the value of a field that a subclass adds is not plain.
             ValueError: If the suffix is another one.
         """
         save_fields(path, self.to_dict())

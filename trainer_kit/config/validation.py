@@ -92,9 +92,9 @@ def read_options(cls: type[Options], field: str, setting: bool | Mapping[str, An
 def check_values(instance: Any) -> None:
     """Check each field of a dataclass instance by its type hint, and convert it to plain Python types.
 
-    Hints may be bool, int, float, str, list, dict, None, Literal, unions of them, and Annotated with a `Rule`; other
-    hints are not checked. A float must be finite. An int is accepted for a float, a path for a str, and a member of an
-    Enum of strings for a Literal or str.
+    Hints may be bool, int, float, str, list, tuple, dict, None, Path, an Enum, Literal, unions of them, and Annotated
+    with a `Rule`; other hints are not checked. A float must be finite. An int is accepted for a float, a path for a
+    str, a string for a path, a list for a tuple, and a member of an Enum of strings for a Literal or str.
 
     Raises:
         TypeError: If a value has another type; the message names the field, the value and the allowed values.
@@ -124,6 +124,10 @@ def _read(value: Any, hint: Any) -> Any:
         return _read_choice(value, get_args(hint))
     if origin is list:
         return [_read(item, *get_args(hint)) for item in _read_list(value)]
+    if origin is tuple:
+        return _read_tuple(value, get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _read_enum(value, hint)
     reader = _READERS.get(origin or hint)
     return value if reader is None else reader(value)
 
@@ -197,6 +201,28 @@ def _read_list(value: Any) -> list[Any]:
     return list(value)
 
 
+def _read_tuple(value: Any, members: tuple[Any, ...]) -> tuple[Any, ...]:
+    items = _read_list(value)
+    if members[1:] == (...,):
+        members = members[:1] * len(items)
+    if len(items) != len(members):
+        raise ValueError(f"a list of {len(members)}")
+    return tuple(_read(item, member) for item, member in zip(items, members, strict=True))
+
+
+def _read_enum(value: Any, kind: type[Enum]) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"one of {', '.join(repr(member.value) for member in kind)}") from None
+
+
+def _read_path(value: Any) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError("a path")
+    return Path(value)
+
+
 def _read_dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise TypeError("a dict")
@@ -223,6 +249,8 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
     float: _read_float,
     str: _read_str,
     list: _read_list,
+    tuple: lambda value: tuple(_read_list(value)),
+    Path: _read_path,
     dict: _read_dict,
     type(None): _read_none,
 }
@@ -241,9 +269,34 @@ def save_fields(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
         values: Plain values by field.
 
     Raises:
+        TypeError: If a value is not plain; the message names the field.
         ValueError: If the suffix is another one.
     """
-    _format(path).write(Path(path), values)
+    form = _format(path)
+    for name, value in values.items():
+        if not _is_plain(value):
+            raise TypeError(
+                f"{os.fspath(path)}: cannot hold {name}={value!r}; give strings, numbers, True, False, None, and lists "
+                "and dicts of these"
+            )
+    form.write(Path(path), values)
+
+
+def plain(value: Any) -> Any:
+    """Return the paths, tuples and members of enumerations in a value as strings, lists and their values."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return all(map(_is_plain, value)) and (not isinstance(value, dict) or all(map(_is_plain, value.values())))
+    return value is None or isinstance(value, (str, bool, int, float))
 
 
 def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -13,20 +15,20 @@ from trainer_kit.data.joint_collation import collate_together
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import seed_generators, try_without_draws
+from trainer_kit.utils.rng import KeptGenerators, read_seeded, seed_generators
 
-_SAMPLE, _COLLATE, _FIRST = 1, 2, 3
-"""Keep the seeds of samples, of collation and of first readings apart, and apart from those of the steps."""
+_SAMPLE, _COLLATE = 1, 2
+"""Keep the seeds of samples and of collation apart, and apart from those of the steps."""
 
 
 class Fetcher(Dataset[Any]):
     """Fetch and collate the samples of a batch.
 
     Every sample's randomness (torch, numpy, random) is seeded from (seed, epoch, dataset index), and for a sample that
-    the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so a
-    batch is first read with one seed (see `try_without_draws`). If that changes a generator, the batch is read again
-    with a seed per sample, and so are all later batches. Generators that the dataset or the collator keep for
-    themselves are seeded with the global ones.
+    the epoch has had before also from how often. Seeding before each sample costs more than reading a small one, so
+    this stops where the samples of the first batch draw nothing: the first sample's seed is that of the whole batch
+    then. If a generator changes later, the batch is read again with a seed per sample, and so are all later ones.
+    Generators that the dataset or the collator keep for themselves are seeded with the global ones.
 
     Args:
         dataset: A map-style dataset.
@@ -38,7 +40,7 @@ class Fetcher(Dataset[Any]):
         self.dataset = dataset
         self.collate = collate
         self.seed = seed
-        self.draws = False
+        self.draws: bool | None = None  # not known before the first batch
         self.epoch: int | None = None
         self._own_generators = OwnGenerators(dataset, collate)
         self._reads_many = _reads_many(type(dataset))
@@ -59,35 +61,60 @@ class Fetcher(Dataset[Any]):
 
         The collator is one that stacks, see `batches_at_once`.
         """
+        if self.draws is None and slots:
+            return [self[slots[0]], *self.several(slots[1:])]
         if len(slots) > 1 and not (self.draws or self._own_generators):
-            read = try_without_draws(
+            batches, self.draws = read_seeded(
                 lambda: collate_together(self.collate, [self._samples(slot.indices) for slot in slots]),
-                self._first_seed(slots[0]),
+                self._start(slots[0]),
             )
-            if read is not None:
-                return [*zip(slots, read[0], strict=True)]
-            self.draws = True
+            if batches is not None and not self.draws:
+                return [*zip(slots, batches, strict=True)]
         return [self[slot] for slot in slots]
 
     def _read(self, slot: BatchIndices) -> Any:
         if not (self.draws or self._own_generators):
-            read = try_without_draws(lambda: self.collate(self._samples(slot.indices)), self._first_seed(slot))
-            if read is not None:
-                return read[0]
-            self.draws = True
-        samples, repeats = [], slot.repeats or [0] * len(slot.indices)
-        for index, repeat in zip(slot.indices, repeats, strict=True):
-            self._seed(slot.epoch, index, _SAMPLE, repeat)
+            if self.draws is None and not self._reads_many:
+                return self._read_first(slot)
+            batch, self.draws = read_seeded(lambda: self.collate(self._samples(slot.indices)), self._start(slot))
+            if not self.draws:
+                return batch
+        samples = []
+        for index, repeat in _numbered(slot):
+            self._seed(self._seed_of(_SAMPLE, slot.epoch, index, repeat))
             samples += self._one_by_one([index])
-        self._seed(slot.epoch, slot.indices[0], _COLLATE, repeats[0])
+        self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
         return self.collate(samples)
 
-    def _first_seed(self, slot: BatchIndices) -> int:
-        """Return the seed of a first reading, which is the same in a whole evaluation, whose batches may be joined."""
-        return mix(self.seed, slot.epoch, slot.indices[0] if slot.epoch >= 0 else 0, _FIRST)
+    def _read_first(self, slot: BatchIndices) -> Any:
+        """Read a batch sample by sample until one draws, and only that one twice, if it is not the first.
 
-    def _seed(self, epoch: int, index: int, kind: int, repeat: int) -> None:
-        value = mix(self.seed, epoch, index, kind, *([repeat] if repeat else ()))
+        A dataset that gives from a buffer would lose what is read in vain.
+        """
+        samples, start = list[Any](), self._start(slot)
+        for index, repeat in _numbered(slot):
+            read, seed = None, self._seed_of(_SAMPLE, slot.epoch, index, repeat)
+            if not self.draws:
+                read, self.draws = read_seeded(partial(self._one_by_one, [index]), start)
+            if read is None or (self.draws and seed != start):
+                self._seed(seed)
+                read = self._one_by_one([index])
+            samples += read
+        self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
+        states = KeptGenerators()
+        batch = self.collate(samples)
+        self.draws = self.draws or states.have_changed()
+        return batch
+
+    def _start(self, slot: BatchIndices) -> int:
+        """Return the seed of a batch that draws nothing; one for a whole evaluation, whose batches may be joined."""
+        index, repeat = _numbered(slot)[0] if slot.epoch >= 0 else (0, 0)
+        return self._seed_of(_SAMPLE, slot.epoch, index, repeat)
+
+    def _seed_of(self, kind: int, epoch: int, index: int, repeat: int) -> int:
+        return mix(self.seed, epoch, index, kind, *([repeat] if repeat else ()))
+
+    def _seed(self, value: int) -> None:
         seed_generators(value)
         self._own_generators.seed(value)
 
@@ -105,6 +132,11 @@ class Fetcher(Dataset[Any]):
             return [dataset[index := each] for each in indices]
         except Exception as error:
             raise DataError(f"the dataset raised at index {index}: {type(error).__name__}: {error}") from error
+
+
+def _numbered(slot: BatchIndices) -> list[tuple[int, int]]:
+    """Return the index of each sample, and how often the epoch has had it before."""
+    return [*zip(slot.indices, slot.repeats or itertools.repeat(0), strict=False)]
 
 
 def _reads_many(kind: type) -> bool:

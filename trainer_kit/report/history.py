@@ -206,9 +206,9 @@ class RunHistory:
             return Best(name, last[0].record["best_step"], last[0].record["best_metric"])
         values: dict[int, float] = {}
         for record in self.judged:
-            # A callback may have added it without the prefix.
-            if is_finite(value := record.get(name, record.get(name.removeprefix("eval_")))):
-                values.setdefault(record["step"], value)
+            value = record.get(name, record.get(name.removeprefix("eval_")))  # a callback may leave out the prefix
+            if value is not None and is_finite(value):
+                values.setdefault(record["step"], float(value))
         if not values:
             return None
         step = (max if arguments.get("greater_is_better") else min)(values, key=lambda step: values[step])

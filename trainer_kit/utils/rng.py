@@ -20,9 +20,6 @@ _WORDS = 624
 _WORDS_BYTES = 4 * _WORDS
 """Memory of the words of a Mersenne Twister (MT19937), which all three generators are."""
 
-_STARTS = 16
-"""Number of states in which a first reading may find numpy's and Python's generators; few, so that they are kept."""
-
 _TORCH_FIELDS = struct.Struct(f"=13s3x4s{_WORDS_BYTES}s4x4s?3x8s?7x")
 """Fields of torch's `CPUGeneratorImpl`: those of its engine, `at::mt19937_data_pod` (seed, draws left and a flag; next
 word; words), and the two normal numbers that it keeps, each with a flag."""
@@ -86,6 +83,10 @@ class KeptGenerators:
         self.restore()
         return present
 
+    def have_changed(self) -> bool:
+        """Return whether a generator of the host has another state now."""
+        return self._host.differ_from(self._states)
+
     def restore(self) -> None:
         """Restore the states."""
         self._host.restore(self._states)
@@ -93,28 +94,25 @@ class KeptGenerators:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
-def try_without_draws(read: Callable[[], T], seed: int) -> tuple[T] | None:
-    """Read something in the hope that it draws no random numbers, without the time that seeding all generators takes.
-
-    The generators are in a state that depends on the seed alone: what a dataset makes of a state without drawing, such
-    as a generator of its own, is the same in each process.
+def read_seeded(read: Callable[[], T], seed: int) -> tuple[T | None, bool]:
+    """Read something with seeded generators of the host.
 
     Args:
         read: Returns what is read; what it raises counts only if it has drawn nothing.
-        seed: Seed of torch's generator. Numpy's and Python's get one of a few states.
+        seed: The seed.
 
     Returns:
-        A tuple with what was read; None if it has to be read again, with all generators seeded, since one has changed.
+        What was read, None for an error that does not count; and whether a generator has changed.
     """
-    host = _host()
-    states = host.start(seed)
+    seed_generators(seed)
+    states = KeptGenerators()
     try:
         result = read()
     except Exception:
-        if host.differ_from(states):
-            return None
+        if states.have_changed():
+            return None, True
         raise
-    return None if host.differ_from(states) else (result,)
+    return result, states.have_changed()
 
 
 class _Memory:
@@ -222,7 +220,6 @@ class _HostGenerators:
         memories = self.python.memory, self.numpy.words, self.numpy.normal, self.torch.memory
         self._memories = [memory for memory in memories[:3] if memory is not None]
         self.reads = None if None in memories else [memory.read for memory in memories if memory is not None]
-        self._starts: dict[int, tuple[Any, ...]] = {}
         self._bit_generator = np.random.get_bit_generator  # type: ignore[attr-defined]  # without a call more
 
     def states(self) -> tuple[Any, ...]:
@@ -251,18 +248,6 @@ class _HostGenerators:
             self.python.restore(others[0])
             self.numpy.restore(others[1])
         self.torch.restore(of_torch)
-
-    def start(self, seed: int) -> tuple[Any, ...]:
-        """Seed torch's generator, set the others to one of a few states by the seed; return all states."""
-        number = seed % _STARTS
-        start = self._starts.get(number)
-        if start is not None and len(start) == 4 and self._bit_generator() is self.numpy.generator:
-            self._write(*start)
-        else:
-            seed_generators(number)
-            start = self._starts[number] = self.states()[:-1]
-        self.torch.generator.manual_seed(seed)
-        return *start, self.torch.state()
 
     def _write(self, gauss: float | None, words: bytes, numpy_words: bytes, normal: bytes) -> None:
         """Write the states of Python's and numpy's generators as memory; numpy's is the one that was found."""

@@ -292,6 +292,8 @@ def _compare(
         problems += [_list("missing there: ", map(repr, missing)), _list("not in the model: ", map(repr, unexpected))]
     if any(problems):
         reasons = "; ".join(problem for problem in problems if problem)
+        if (checkpoint / "adapter_config.json").is_file():
+            reasons += "; it holds adapters: give the model that peft makes with this adapter_config.json"
         raise ValueError(f"{checkpoint} holds the weights of another model than this {model_name}: {reasons}")
     return missing
 
