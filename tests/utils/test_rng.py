@@ -21,7 +21,7 @@ from trainer_kit.utils.rng import (
     KeptGenerators,
     generator_states,
     generators_kept,
-    read_seeded,
+    read_watched,
     seed_generators,
     set_generator_states,
 )
@@ -189,17 +189,10 @@ def test_any_number_of_draws_shows(count: int, kept: bool) -> None:
         assert rng._host().differ_from(states._states)
 
 
-def test_reading_with_seeded_generators() -> None:
-    assert read_seeded(torch.initial_seed, 5) == (5, False)
+def test_reading_while_the_generators_are_watched() -> None:
+    assert read_watched(torch.initial_seed) == (torch.initial_seed(), False)
     for use in USES.values():
-        assert read_seeded(use, 5)[1]
-
-    def drawn() -> list[float]:
-        return [*draws()]
-
-    expected = read_seeded(drawn, 5)
-    draws()
-    assert read_seeded(drawn, 5) == expected
+        assert read_watched(use)[1]
 
     def fail_by_chance() -> None:
         raise KeyError(random.random())
@@ -207,9 +200,9 @@ def test_reading_with_seeded_generators() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    assert read_seeded(fail_by_chance, 5) == (None, True)
+    assert read_watched(fail_by_chance) == (None, True)
     with pytest.raises(KeyError, match="x"):
-        read_seeded(fail, 5)
+        read_watched(fail)
 
 
 def test_states_are_restored() -> None:
@@ -295,15 +288,12 @@ def test_the_generators_are_found_while_another_thread_draws() -> None:
     assert drawn == torch.rand(len(drawn), dtype=torch.float64).tolist(), "its numbers were drawn for something else"
 
 
-@pytest.mark.parametrize("use", ["restore", "start"])
-def test_another_thread_that_draws_is_waited_for(use: str) -> None:
+def test_another_thread_that_draws_is_waited_for() -> None:
     """Else numpy would read beyond its words there, and end the process."""
     states = KeptGenerators()
-    read_seeded(lambda: None, 7)  # finds the states to start with
-    write = states.restore if use == "restore" else lambda: read_seeded(lambda: None, 7)
     with ThreadPoolExecutor(1) as pool:
         with np.random.get_bit_generator().lock:  # type: ignore[attr-defined]  # as a thread that draws
-            written = pool.submit(write)
+            written = pool.submit(states.restore)
             with pytest.raises(TimeoutError):
                 written.result(timeout=0.1)
         written.result(timeout=60)

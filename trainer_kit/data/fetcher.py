@@ -15,7 +15,7 @@ from trainer_kit.data.joint_collation import collate_together
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import KeptGenerators, read_seeded, seed_generators
+from trainer_kit.utils.rng import KeptGenerators, read_watched, seed_generators
 
 _SAMPLE, _COLLATE = 1, 2
 """Keep the seeds of samples and of collation apart, and apart from those of the steps."""
@@ -64,9 +64,9 @@ class Fetcher(Dataset[Any]):
         if self.draws is None and slots:
             return [self[slots[0]], *self.several(slots[1:])]
         if len(slots) > 1 and not (self.draws or self._own_generators):
-            batches, self.draws = read_seeded(
-                lambda: collate_together(self.collate, [self._samples(slot.indices) for slot in slots]),
-                self._start(slots[0]),
+            seed_generators(self._start(slots[0]))
+            batches, self.draws = read_watched(
+                lambda: collate_together(self.collate, [self._samples(slot.indices) for slot in slots])
             )
             if batches is not None and not self.draws:
                 return [*zip(slots, batches, strict=True)]
@@ -76,35 +76,42 @@ class Fetcher(Dataset[Any]):
         if not (self.draws or self._own_generators):
             if self.draws is None and not self._reads_many:
                 return self._read_first(slot)
-            batch, self.draws = read_seeded(lambda: self.collate(self._samples(slot.indices)), self._start(slot))
+            seed_generators(self._start(slot))
+            batch, self.draws = read_watched(lambda: self.collate(self._samples(slot.indices)))
             if not self.draws:
                 return batch
-        samples = []
-        for index, repeat in _numbered(slot):
-            self._seed(self._seed_of(_SAMPLE, slot.epoch, index, repeat))
-            samples += self._one_by_one([index])
+        samples = self._seeded(slot, _numbered(slot))
         self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
         return self.collate(samples)
 
     def _read_first(self, slot: BatchIndices) -> Any:
-        """Read a batch sample by sample until one draws, and only that one twice, if it is not the first.
+        """Read the first batch; its first sample is read once, whether it draws or not.
 
         A dataset that gives from a buffer would lose what is read in vain.
         """
-        samples, start = list[Any](), self._start(slot)
-        for index, repeat in _numbered(slot):
-            read, seed = None, self._seed_of(_SAMPLE, slot.epoch, index, repeat)
-            if not self.draws:
-                read, self.draws = read_seeded(partial(self._one_by_one, [index]), start)
-            if read is None or (self.draws and seed != start):
-                self._seed(seed)
-                read = self._one_by_one([index])
-            samples += read
-        self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
+        (first, *others), start = _numbered(slot), self._start(slot)
+        seed_generators(start)
+        samples, self.draws = read_watched(partial(self._one_by_one, slot.indices[:1]))
+        if samples is None or (self.draws and start != self._seed_of(_SAMPLE, slot.epoch, *first)):
+            samples = self._seeded(slot, [first])
+        if not self.draws:
+            rest, self.draws = read_watched(partial(self._one_by_one, slot.indices[1:]))
+            samples += [] if rest is None or self.draws else rest
+        if self.draws:
+            samples += self._seeded(slot, others)
+        self._seed(self._seed_of(_COLLATE, slot.epoch, *first))
         states = KeptGenerators()
         batch = self.collate(samples)
         self.draws = self.draws or states.have_changed()
         return batch
+
+    def _seeded(self, slot: BatchIndices, numbered: Sequence[tuple[int, int]]) -> list[Any]:
+        """Read some samples of a batch, each with its own seed."""
+        samples = []
+        for index, repeat in numbered:
+            self._seed(self._seed_of(_SAMPLE, slot.epoch, index, repeat))
+            samples += self._one_by_one([index])
+        return samples
 
     def _start(self, slot: BatchIndices) -> int:
         """Return the seed of a batch that draws nothing; one for a whole evaluation, whose batches may be joined."""

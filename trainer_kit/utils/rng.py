@@ -94,17 +94,15 @@ class KeptGenerators:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
-def read_seeded(read: Callable[[], T], seed: int) -> tuple[T | None, bool]:
-    """Read something with seeded generators of the host.
+def read_watched(read: Callable[[], T]) -> tuple[T | None, bool]:
+    """Read something, and watch the generators of the host.
 
     Args:
         read: Returns what is read; what it raises counts only if it has drawn nothing.
-        seed: The seed.
 
     Returns:
         What was read, None for an error that does not count; and whether a generator has changed.
     """
-    seed_generators(seed)
     states = KeptGenerators()
     try:
         result = read()
@@ -243,18 +241,14 @@ class _HostGenerators:
         if len(others) == 4:
             if self._bit_generator() is not self.numpy.generator:
                 np.random.set_bit_generator(self.numpy.generator)  # type: ignore[attr-defined]
-            self._write(*others)
+            self.python.random.gauss_next, *contents = others
+            with self.numpy.generator.lock:  # numpy draws in other threads while this one runs
+                for memory, content in zip(self._memories, contents, strict=True):
+                    memory.view[:] = content
         else:
             self.python.restore(others[0])
             self.numpy.restore(others[1])
         self.torch.restore(of_torch)
-
-    def _write(self, gauss: float | None, words: bytes, numpy_words: bytes, normal: bytes) -> None:
-        """Write the states of Python's and numpy's generators as memory; numpy's is the one that was found."""
-        self.python.random.gauss_next = gauss
-        with self.numpy.generator.lock:  # numpy draws in other threads while this one runs
-            for memory, content in zip(self._memories, (words, numpy_words, normal), strict=True):
-                memory.view[:] = content
 
 
 @functools.cache
