@@ -319,6 +319,20 @@ def test_a_length_that_is_too_small_is_told_of_once(workers: int, said: str) -> 
     assert len([each for each in caught if each.category is UserWarning]) == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_length_that_is_too_great_is_told_of_once(workers: int) -> None:
+    """Where a worker has more than its share, another one has less."""
+
+    class Uneven(Sized):
+        def mine(self) -> range:
+            info = torch.utils.data.get_worker_info()
+            return range(4) if info is None else [range(2), range(2, 6)][info.id]
+
+    with pytest.warns(UserWarning, match="has a length of 6, but gave fewer samples: epochs and steps") as caught:
+        list(loader(Uneven(6), Layout(2), workers).micro_batches(0, 0, 9))
+    assert len([each for each in caught if each.category is UserWarning]) == 1
+
+
 def test_a_length_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="train_dataset is empty"):
         loader(Sized(0), Layout(2))

@@ -9,7 +9,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -104,6 +106,25 @@ def test_a_sampler_of_other_samples_is_taken_as_it_is(sampler: Any, expected: in
 def test_the_dataset_of_a_loader_may_have_no_truth_value() -> None:
     assert source(DataLoader(torch.arange(22), shuffle=True)).shuffle is True
     assert source(DataLoader(torch.arange(22))).shuffle is False
+
+
+class Counted(IterableDataset[int]):
+    """Gives each worker its share of the numbers."""
+
+    def __len__(self) -> int:
+        return 18
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(18) if worker is None else range(worker.id, 18, worker.num_workers))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_loader_of_a_sized_stream_has_as_many_batches_as_its_workers_give(workers: int, drop_last: bool) -> None:
+    loader = DataLoader(Counted(), batch_size=4, num_workers=workers, drop_last=drop_last)
+    assert source(loader).length == len(list(loader))
 
 
 def test_what_yields_batches_is_ready() -> None:

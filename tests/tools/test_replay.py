@@ -39,6 +39,8 @@ class Net(nn.Module):
 
     def forward(self, x, graph=None):
         self.calls += 1
+        if kind == "by step" and trainer.run.state.step == 3:
+            raise KeyError(f"epoch {trainer.run.state.epoch}, {trainer.run.state.position} samples of it")
         if kind == "by itself" and self.calls == 6:
             raise KeyError("the sixth call")
         return self.head(self.drop(self.body(x)))
@@ -219,6 +221,14 @@ def test_an_exception_that_does_not_come_again(script: str, broken_off: Broken) 
     assert "not reproduced: the CPU now may compute otherwise than cpu did then" in shown
 
 
+def test_an_exception_that_depends_on_the_step(script: str, broken_off: Broken) -> None:
+    folder = broken_off("by step", KeyError)
+    reproduced, shown = replayed(folder, script, "by step")
+    assert folder.name == "crash-4"
+    assert reproduced, shown
+    assert "KeyError: 'epoch 0, 12 samples of it'" in shown.split("run again on the CPU")[1]
+
+
 def test_a_sample_that_cannot_be_read(script: str, broken_off: Broken) -> None:
     reproduced, shown = replayed(broken_off("rotten", DataError), script, "rotten")
     assert reproduced, shown
@@ -235,6 +245,7 @@ def test_a_batch_of_objects_is_made_again(script: str, broken_off: Broken) -> No
 def test_an_error_between_two_steps(script: str, broken_off: Broken) -> None:
     reproduced, shown = replayed(broken_off("callback", RuntimeError), script, "callback")
     assert not reproduced
+    assert shown.startswith("step 3: CallbackError: ")
     assert "holds no batch to run again: batch: no step was being taken" in shown
 
 

@@ -16,7 +16,7 @@ from trainer_kit.data.digest import has_shuffle_buffer
 from trainer_kit.data.map_loader import GlobalBatch, LoaderConfig, MicroBatch, no_batch
 from trainer_kit.data.reader import Read, SeededCollator, StreamReader
 from trainer_kit.data.sampling import STAND_IN, Layout, epoch_length, part_of, parts, ranges
-from trainer_kit.data.source import DataSource, ReadyBatches, is_loader, seeds_epochs
+from trainer_kit.data.source import DataSource, ReadyBatches, batches_of, is_loader, seeds_epochs
 from trainer_kit.loss.batch import Counts, count
 from trainer_kit.state import is_stateful
 from trainer_kit.utils.rng import generators_kept
@@ -131,7 +131,7 @@ class StreamLoader:
         self.epoch_length = 0  # unknown
         self._length = DataSource(dataset).length
         if self._length is not None:
-            self._full, self._tail = _batches_of(self._length, layout.steps.batch_size, self._readers, drop_last)
+            self._full, self._tail = batches_of(self._length, layout.steps.batch_size, self._readers, drop_last)
             self.epoch_length = epoch_length(self._full * layout.steps.batch_size + sum(self._tail), layout, drop_last)
             if self.epoch_length == 0:
                 raise ValueError(no_batch(self._length, layout))
@@ -201,6 +201,7 @@ class StreamLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None
     ) -> Iterator[MicroBatch]:
         while steps > 0:
+            steps_after = steps if self._length is None else steps - self.steps_left(epoch, position)
             for window in self._windows(epoch, position, data_state):
                 position = window[0].global_batch.stop
                 self._check_length(position)
@@ -210,6 +211,8 @@ class StreamLoader:
                     return
             if position == 0 and not ranges(self.passed_over, epoch):
                 raise ValueError(self._no_sample(epoch))
+            if steps > steps_after:
+                self._warn_of_length("fewer")
             epoch, position, data_state = epoch + 1, 0, None
 
     def _go_to_start(self, data_state: dict[str, Any] | None) -> None:
@@ -255,13 +258,17 @@ class StreamLoader:
         return {"start": data_state["next"]} if data_state is not None and "next" in data_state else None
 
     def _check_length(self, position: int) -> None:
-        if self._warned or self._length is None or position <= self._length:
+        if self._length is not None and position > self._length:
+            self._warn_of_length("more")
+
+    def _warn_of_length(self, how_many: str) -> None:
+        if self._warned:
             return
         self._warned = True
         items = "batches" if self._is_ready else "samples"
         workers = f"; each of the {self._readers} workers must give its share, see torch.utils.data.get_worker_info"
         warn(
-            f"train_dataset has a length of {self._length}, but gave more {items}: epochs and steps are "
+            f"train_dataset has a length of {self._length}, but gave {how_many} {items}: epochs and steps are "
             f"miscounted, and a resume is not exact{workers if self._readers > 1 else ''}",
         )
 
@@ -412,15 +419,3 @@ def _pieces(rows: list[_Row], layout: Layout, collate: SeededCollator) -> Iterat
             batch, samples, start = next(row.first for row in sharing if row.first is not None)
             batch = collate.alone(batch, start) if layout.deals_samples else batch
             yield _Piece(batch, count(batch, samples).as_nothing(), start, samples)
-
-
-def _batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:
-    """Return how many full batches an epoch of this length begins with, and the sizes of the batches after them.
-
-    The readers take turns. Each has its share of the samples, and its last batch may not be full.
-    """
-    least, more = divmod(length, readers)
-    rounds = least // size  # turns in which every reader has a full batch
-    shares = [least + (reader < more) - rounds * size for reader in range(readers)]
-    tail = [min(size, share - start) for start in (0, size) for share in shares]
-    return rounds * readers, [each for each in tail if each == size or (each > 0 and not drop_last)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -128,7 +128,13 @@ class DataSource:
     @property
     def length(self) -> int | None:
         """Number of samples, or of batches if they are ready; None if unknown."""
+        loader = self.dataset.batches if self.is_ready else None
         try:
+            if isinstance(loader, DataLoader) and _is_shared_by_workers(loader):
+                # Its own length is that of batches of one worker.
+                sizes = len(cast(Any, loader.dataset)), loader.batch_size or 1, loader.num_workers, loader.drop_last
+                full, tail = batches_of(*sizes)
+                return full + len(tail)
             return len(self.dataset)
         except (TypeError, ValueError):  # it has none, or does not know it
             return None
@@ -341,3 +347,19 @@ def _seed(generator: torch.Generator, epoch: int) -> None:
 _seeds: dict[torch.Generator, tuple[int, int]] = {}
 """The seed that the user gave each generator, and the one that it was last given here. Not each release of torch has
 weak references to generators; they are few and small."""
+
+
+def _is_shared_by_workers(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1 and loader.batch_size is not None
+
+
+def batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:
+    """Return how many full batches an epoch of this length begins with, and the sizes of the batches after them.
+
+    The readers take turns. Each has its share of the samples, and its last batch may not be full.
+    """
+    least, more = divmod(length, readers)
+    rounds = least // size  # turns in which every reader has a full batch
+    shares = [least + (reader < more) - rounds * size for reader in range(readers)]
+    tail = [min(size, share - start) for start in (0, size) for share in shares]
+    return rounds * readers, [each for each in tail if each == size or (each > 0 and not drop_last)]

@@ -73,7 +73,12 @@ class _Replay:
 
     def run(self) -> bool:
         report, model = self.report, self.trainer.run.model
-        self.say(f"step {report['step']}, epoch {report['epoch']}: {report['error']['type']}: {self._message()}")
+        epoch = report["epoch"]
+        where = f"step {report['step']}" + ("" if epoch is None else f", epoch {epoch}")
+        self.say(f"{where}: {report['error']['type']}: {self._message()}")
+        if epoch is not None:  # the loss may depend on them
+            state = self.trainer.run.state
+            state.step, state.epoch, state.position = report["step"] - 1, epoch, report["position"]
         self.strategy = SingleDevice("cpu", Precision(report["precision"]))
         self.strategy.setup()
         self.strategy.prepare(model).train()

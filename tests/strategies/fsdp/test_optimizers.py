@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -42,12 +43,30 @@ class Scaled(torch.optim.SGD):
                 parameter -= group["lr"] * parameter.grad / parameter.grad.norm().clamp_(max=10)
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter += torch.randn_like(parameter)
+
+
 def refused(kind: Any, folder: str) -> str:
     model = Blocks()
     args = arguments(folder, "fsdp", per_device_train_batch_size=2, max_steps=2)
-    with pytest.raises(RuntimeError) as caught:
-        Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
     return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_noise_that_all_shards_would_share_is_refused(tmp_path: Any) -> None:
+    for message in on_ranks(2, refused, Noisy, str(tmp_path)):
+        assert message.startswith("optimizer=Noisy draws random numbers in its step, and with FSDP on a CPU each part")
 
 
 @pytest.mark.distributed

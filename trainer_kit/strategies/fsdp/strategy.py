@@ -33,11 +33,13 @@ from trainer_kit.strategies.fsdp.sharded_model import ShardedModel
 from trainer_kit.strategies.fsdp.sharding import MeshSharding
 from trainer_kit.strategies.fsdp.tensor_parallel import Place, check_plan, find_places
 from trainer_kit.strategies.fsdp.units import check_units, describe_single_unit, find_units
+from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.multinode import MultiNode
 from trainer_kit.strategies.precision import Precision
 from trainer_kit.strategies.regroup import Regroupable
 from trainer_kit.utils.own_loading import EXTRA_STATE
 from trainer_kit.utils.packed_layers import keep_unpacked
+from trainer_kit.utils.rng import KeptGenerators
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.wrappers import without_wrappers
@@ -347,6 +349,16 @@ class FSDP(MultiNode):
         if self._same_gradients is not None:
             with self.group.watched():
                 self._same_gradients.check(self._trained_by_name())
+
+    def step(self, optimizer: torch.optim.Optimizer, *limits: Any, **options: Any) -> GradientNorms | None:
+        states = KeptGenerators() if self.sharding.is_active and self.device.type == "cpu" else None
+        norms = super().step(optimizer, *limits, **options)
+        if states is not None and states.have_changed():
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} draws random numbers in its step, and with FSDP on a CPU each "
+                "part of a parameter would get the same ones; use strategy=DDP()"
+            )
+        return norms
 
     # States
 
