@@ -40,15 +40,15 @@ class JsonLines(Callback):
 
     - "log", "evaluate", "predict": a record or metrics. "save": the `directory` of a checkpoint.
     - "start": begins each start and restart. A reader must skip earlier lines of a greater step. Fields: the version
-      of this `format`, the time when this start `began`, the `environment`, the `arguments`, the number of
-      `parameters` of the model and of `trainable` ones, what a `model_card` says of the model, and the size, name and
-      split of the `data` as far as they are known.
+      of this `format` and of `trainer_kit`, the time when this start `began`, `total_steps`, the `environment`, the
+      `arguments`, the number of `parameters` of the model and of `trainable` ones, what a `model_card` says of the
+      model, and the size, name and split of the `data` as far as they are known.
     - "membership": other machines or processes train on. Fields: those of a membership.
     - "rollback": the run returned to a checkpoint. A reader must skip earlier lines of a greater step here too.
     - "warning": the `message` and `source` of a Python warning, or of a warning or error logged by trainer_kit. The
-      first 1,000 of a start are written.
-    - "end": the `ending` ("finished", "stopped" by a callback, "signal"), the `reason` if it is known, and `best_step`
-      and `best_metric` if the run has judged its model.
+      first 1,000 of a start are written, and the first 2,000 characters of each.
+    - "end": the `ending` ("finished", "stopped" by a callback, "signal" with its `exit_code`), the `reason` if it is
+      known, and `best_step` and `best_metric` if the run has judged its model.
     - "exception": the `type` and `message` of the error that ended the run.
 
     NaN and infinity, which JSON lacks, are written as the strings "nan", "inf" and "-inf". Each line is written

@@ -32,9 +32,10 @@ class Preemption(Callback):
     """End training on Ctrl-C, SIGTERM and SIGUSR1 after a checkpoint; a second signal ends it immediately.
 
     After the first signal to any process of the run, all processes finish the same step, save one checkpoint (unless
-    `args.save_strategy` is "no") and exit with code 130 (Ctrl-C) or 143 (a request for a restart). The second signal
-    has its effect without this callback. A signal that the process ignores stays ignored. Python delivers signals to
-    the main thread only, so a training in another thread does not handle them.
+    `args.save_strategy` is "no") and exit with code 130 (Ctrl-C) or 143 (a request for a restart). The second signal,
+    more than 0.25 seconds after the first, has its effect without this callback. A signal that the process ignores
+    stays ignored. Python delivers signals to the main thread only, so a training in another thread does not handle
+    them.
 
     In a job of submitit, the signal that requeues the job (SIGUSR2, or `SUBMITIT_PREEMPT_SIGNAL`) is handled too:
     submitit's own handler, which calls `checkpoint()` and requeues, runs after the checkpoint is saved.

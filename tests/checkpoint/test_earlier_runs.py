@@ -20,6 +20,16 @@ def test_a_new_run_sets_earlier_checkpoints_aside(tmp_path: Path, caplog: pytest
     assert "earlier-1" in caplog.text
 
 
+def test_a_damaged_checkpoint_of_the_run_is_set_aside_as_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path, max_steps=4, save_steps=2).train()
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"")
+    make_trainer(tmp_path, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
+    assert f"moved checkpoint-4, which this run does not resume from, from {tmp_path} to" in caplog.text
+    assert "set resume_from_checkpoint=True" not in caplog.text
+
+
 def tags(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("events.out.*"))
 

@@ -197,4 +197,4 @@ def test_the_messages_are_said(message: str) -> None:
 
 
 def test_there_are_commands_and_messages() -> None:
-    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 9, 6)
+    assert (len(COMMANDS), len(OURS), len(MESSAGES), len(SHOWN)) == (8, 5, 10, 6)

@@ -546,3 +546,29 @@ def test_a_wrong_name_of_a_label_is_refused(tmp_path: Any, names: list[str]) -> 
             made.predict(data)
     without = [{"x": each["x"]} for each in samples(9)]
     assert made.predict(without).label_ids is None
+
+
+class InParts(torch.nn.Module):
+    """Its output has two parts besides the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "scores": logits, "hidden": 2 * x}
+
+
+def test_a_metric_that_needs_one_part_of_the_output_is_named() -> None:
+    data = [{"x": torch.ones(4), "labels": torch.tensor(number % 3)} for number in range(6)]
+    args = TrainingArguments(UNUSED, use_cpu=True, report_to="none", disable_tqdm=True)
+    metrics = {"accuracy": MulticlassAccuracy(3, average="micro")}
+    with pytest.raises(
+        ValueError, match=r"metrics\['accuracy'\] got predictions that are a tuple and labels .* choose"
+    ):
+        Trainer(InParts(), args, eval_dataset=data, metrics=metrics).evaluate()
+    chosen = Trainer(
+        InParts(), args, eval_dataset=data, metrics=metrics, preprocess_logits_for_metrics=lambda p, _: p[0]
+    )
+    assert chosen.evaluate()["eval_accuracy"] == pytest.approx(1 / 3)

@@ -364,8 +364,8 @@ class Evaluator:
             predictions, outputs = trim_rows(map_tensors(torch.Tensor.cpu, (predictions, outputs)), rows, samples)
         if self.preprocess_logits is not None:
             predictions = self.preprocess_logits(predictions, labels)
-        for metric in self.metrics.values() if labels is not None else ():
-            metric.update(predictions, labels)
+        for name, metric in self.metrics.items() if labels is not None else ():
+            _update(name, metric, predictions, labels)
         if collected is not None:
             is_wanted = "loss" in self.run.args.include_for_metrics
             losses = loss.detach().expand(samples) if loss is not None and is_wanted else None
@@ -415,6 +415,23 @@ class Evaluator:
                 warn(f"compute_metrics and metrics= both give {both[0]!r}, of which the first is kept; rename one")
             scores |= result
         return scores
+
+
+def _update(name: str, metric: Any, predictions: Any, labels: Any) -> None:
+    try:
+        metric.update(predictions, labels)
+    except Exception as error:
+        if isinstance(predictions, torch.Tensor) and isinstance(labels, torch.Tensor):
+            raise
+        kinds = [
+            f"{what} that are a {type(each).__name__}"
+            for what, each in (("predictions", predictions), ("labels", labels))
+        ]
+        raise ValueError(
+            f"metrics[{name!r}] got {' and '.join(kinds)}, and raised {type(error).__name__}: {error}; choose a tensor "
+            "of the predictions by preprocess_logits_for_metrics=lambda predictions, labels: predictions[0], or use "
+            "compute_metrics"
+        ) from error
 
 
 def _prefixed(prefix: str, name: str) -> str:

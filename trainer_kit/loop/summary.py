@@ -29,7 +29,7 @@ def summarize(run: Run, events: CallbackList, begin: Beginning, seconds: float) 
 
     - `step` (steps): Optimizer steps, those before a resume included.
     - `epoch` (epochs): Epochs, with the part of an incomplete one.
-    - `train_loss` (as the loss): Mean over all steps.
+    - `train_loss` (as the loss): Mean over all steps, but those whose losses a lost process took with it.
     - `train_runtime` (s): Duration of this start.
     - `train_samples_per_second` (samples/s): Samples of this start, of all processes, by its duration.
     - `train_steps_per_second` (steps/s): Optimizer steps of this start by its duration.

@@ -23,6 +23,7 @@ from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import NewcomersReadyError, Regrouping
+from trainer_kit.loop.replicas import warn_of_different_replicas
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
@@ -65,10 +66,8 @@ class TrainingLoop:
     ) -> None:
         from trainer_kit.debugging.crash_dump import CrashDump  # takes 3 ms
 
-        self.run = evaluation.run
-        self.args = evaluation.run.args
-        self.events = evaluation.events
-        self.loss = evaluation.probe.loss
+        self.run, self.args = evaluation.run, evaluation.run.args
+        self.events, self.loss = evaluation.events, evaluation.probe.loss
         self.loader = loader
         self.checkpoints = checkpoints
         self.crash_dump = CrashDump(self.run, self.loss, loader)
@@ -235,6 +234,7 @@ class TrainingLoop:
         run, self._has_checked_step = self.run, True
         assert run.optimizer is not None
         check_all_known(run.optimizer, run.model, self._known)
+        warn_of_different_replicas(run)
         saved = [self.events, *run.stateful.values()] if self.args.save_strategy != "no" else None
         if run.strategy.is_main:
             if run.strategy.device_info.compilations()[0] == 0:  # what compiled code calls is not known

@@ -53,7 +53,8 @@ class Manifest:
         trainer_kit_version: Version of trainer_kit that wrote the checkpoint.
         time: Time of writing, in UTC, as ISO 8601.
         format_version: Version of the format.
-        membership: Number of the machines' membership in an elastic run; None for any other run.
+        membership: Number of the machines' membership in an elastic run; None for any other run, whose file
+            leaves it out.
     """
 
     step: int

@@ -169,7 +169,7 @@ def _check_module(model: nn.Module, place: Place, size: int) -> None:
     if (features := getattr(module, field)) % size:
         raise ValueError(
             f"{name} has {field}={features}, which {size} processes on the axis 'tensor' cannot divide equally; leave "
-            "it out, or use a divisor"
+            "it out of a tensor_parallel= that names the modules, or use a divisor"
         )
 
 
