@@ -34,6 +34,7 @@ def set_aside(output_dir: Path, keep: Collection[str], records: Collection[Path]
     found = [directory for directory in find_checkpoints(output_dir) if directory.name not in keep]
     if not found and not records:
         return
+    can_resume = not all(map(is_of_transformers, found))
     number = 1
     while (folder := output_dir / f"earlier-{number}").exists():
         number += 1
@@ -46,7 +47,6 @@ def set_aside(output_dir: Path, keep: Collection[str], records: Collection[Path]
     if goes_on:
         logger.warning("moved %s, which this run does not resume from, from %s to %s", names, output_dir, folder)
         return
-    can_resume = not all(map(is_of_transformers, found))
     remedy = "; to resume from the newest checkpoint, set resume_from_checkpoint=True" if can_resume else ""
     logger.warning("moved %s of another run from %s to %s%s", names, output_dir, folder, remedy)
 
