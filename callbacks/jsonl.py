@@ -198,7 +198,9 @@ def _ending(run: Run) -> dict[str, Any]:
 def _best(run: Run) -> dict[str, Any]:
     """Return the step and the value by which the best model was judged, if it was."""
     state = run.state
-    return {} if state.best_step is None else {"best_step": state.best_step, "best_metric": state.best_metric}
+    if run.args.metric_for_best_model is None or state.best_step is None:
+        return {}
+    return {"best_step": state.best_step, "best_metric": state.best_metric}
 
 
 def _environment(run: Run) -> dict[str, Any]:

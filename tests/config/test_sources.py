@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Tuple  # noqa: UP035
 
 import pytest
 import transformers
@@ -56,6 +56,11 @@ def test_a_field_of_a_subclass_may_have_the_name_of_another_trainer() -> None:
 class Kind(enum.Enum):
     SMALL = "small"
     LARGE = "large"
+    RANGE = (1, 2)
+
+    @classmethod
+    def _missing_(cls, value: Any) -> Any:
+        return next((each for each in cls if each.value == value.lower()), None)
 
 
 @dataclasses.dataclass
@@ -66,12 +71,14 @@ class Extended(TrainingArguments):
     span: tuple[float, str] = (0.5, "m")
     loose: tuple = (1,)  # type: ignore[type-arg]
     kind: Kind = Kind.SMALL
+    other: Kind | None = None
+    bare: Tuple = (1, 2)  # type: ignore[type-arg]  # noqa: UP006
     given: Any = None
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])
 def test_fields_of_a_subclass_come_back_as_they_were(name: str, tmp_path: Path) -> None:
-    args = Extended(cache=Path("c"), sizes=(1,), kind=Kind.LARGE)
+    args = Extended(cache=Path("c"), sizes=(1,), kind=Kind.LARGE, other=Kind.RANGE)
     args.save(tmp_path / name)
     assert Extended.load(tmp_path / name) == args
     assert Extended.from_args(["--config", str(tmp_path / name)]) == args
@@ -79,13 +86,13 @@ def test_fields_of_a_subclass_come_back_as_they_were(name: str, tmp_path: Path) 
 
 
 def test_fields_of_a_subclass_have_the_types_of_their_hints() -> None:
-    args = Extended.from_args(["--data", "x", "--kind", "large"])
+    args = Extended.from_args(["--data", "x", "--kind", "LARGE"])
     assert (args.data, args.kind) == (Path("x"), Kind.LARGE)
     with pytest.raises(TypeError, match=r"^data=3 is not allowed; it must be a path$"):
         Extended(data=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^span=\[1\] is not allowed; it must be a list of 2$"):
         Extended(span=[1])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^kind='tiny' is not allowed; it must be one of 'small', 'large'$"):
+    with pytest.raises(ValueError, match=r"^kind='tiny' is not allowed; it must be one of 'small', 'large', \(1, 2\)$"):
         Extended(kind="tiny")  # type: ignore[arg-type]
 
 

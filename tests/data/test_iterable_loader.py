@@ -321,15 +321,13 @@ def test_a_length_that_is_too_small_is_told_of_once(workers: int, said: str) -> 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_length_that_is_too_great_is_told_of_once(workers: int) -> None:
-    """Where a worker has more than its share, another one has less."""
-
-    class Uneven(Sized):
+    class Less(Sized):
         def mine(self) -> range:
             info = torch.utils.data.get_worker_info()
-            return range(4) if info is None else [range(2), range(2, 6)][info.id]
+            return range(4) if info is None else [range(1), range(1, 4)][info.id]
 
     with pytest.warns(UserWarning, match="has a length of 6, but gave fewer samples: epochs and steps") as caught:
-        list(loader(Uneven(6), Layout(2), workers).micro_batches(0, 0, 9))
+        list(loader(Less(6), Layout(2), workers).micro_batches(0, 0, 9))
     assert len([each for each in caught if each.category is UserWarning]) == 1
 
 
@@ -813,3 +811,14 @@ def test_a_collator_draws_the_same_for_a_kept_step_whatever_came_before() -> Non
         found.append([micro.batch["noise"].tolist() for micro in one.micro_batches(0, 0, 3)])
     assert found[0] == found[1]
     assert len({*map(tuple, found[0])}) == len(found[0])
+
+
+@given(st.integers(12, 60), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(1, 60))
+@settings(max_examples=40)
+def test_a_length_that_is_right_is_not_told_of(
+    length: int, size: int, accumulation: int, drop_last: bool, steps: int
+) -> None:
+    one = loader(Sized(length), Layout(size, accumulation), drop_last=drop_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(one.micro_batches(0, 0, steps))

@@ -124,7 +124,7 @@ def _read(value: Any, hint: Any) -> Any:
         return _read_choice(value, get_args(hint))
     if origin is list:
         return [_read(item, *get_args(hint)) for item in _read_list(value)]
-    if origin is tuple:
+    if origin is tuple and get_args(hint):  # not `Tuple` alone
         return _read_tuple(value, get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _read_enum(value, hint)
@@ -144,6 +144,8 @@ def _read_ruled(value: Any, base: Any, rules: list[Rule]) -> Any:
 
 
 def _read_union(value: Any, members: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in members:
+        return None
     allowed: list[str] = []
     kind: type[Exception] = TypeError
     for member in members:
@@ -211,9 +213,11 @@ def _read_tuple(value: Any, members: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _read_enum(value: Any, kind: type[Enum]) -> Enum:
+    if isinstance(value, kind):
+        return value
     try:
-        return kind(value)
-    except ValueError:
+        return next((member for member in kind if plain(member.value) == plain(value)), None) or kind(value)
+    except Exception:  # of a `_missing_` of the user's
         raise ValueError(f"one of {', '.join(repr(member.value) for member in kind)}") from None
 
 
@@ -285,11 +289,11 @@ def save_fields(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
 def plain(value: Any) -> Any:
     """Return the paths, tuples and members of enumerations in a value as strings, lists and their values."""
     if isinstance(value, Enum):
-        return value.value
+        return plain(value.value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -15,7 +15,7 @@ from trainer_kit.data.joint_collation import collate_together
 from trainer_kit.data.own_generators import OwnGenerators
 from trainer_kit.data.sampling import BatchIndices, mix
 from trainer_kit.errors import DataError
-from trainer_kit.utils.rng import KeptGenerators, read_watched, seed_generators
+from trainer_kit.utils.rng import read_watched, seed_generators
 
 _SAMPLE, _COLLATE = 1, 2
 """Keep the seeds of samples and of collation apart, and apart from those of the steps."""
@@ -80,9 +80,7 @@ class Fetcher(Dataset[Any]):
             batch, self.draws = read_watched(lambda: self.collate(self._samples(slot.indices)))
             if not self.draws:
                 return batch
-        samples = self._seeded(slot, _numbered(slot))
-        self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
-        return self.collate(samples)
+        return self._collated(slot, self._seeded(slot, _numbered(slot)))
 
     def _read_first(self, slot: BatchIndices) -> Any:
         """Read the first batch; its first sample is read once, whether it draws or not.
@@ -98,12 +96,9 @@ class Fetcher(Dataset[Any]):
             rest, self.draws = read_watched(partial(self._one_by_one, slot.indices[1:]))
             samples += [] if rest is None or self.draws else rest
         if self.draws:
-            samples += self._seeded(slot, others)
-        self._seed(self._seed_of(_COLLATE, slot.epoch, *first))
-        states = KeptGenerators()
-        batch = self.collate(samples)
-        self.draws = self.draws or states.have_changed()
-        return batch
+            return self._collated(slot, [*samples, *self._seeded(slot, others)])
+        batch, self.draws = read_watched(partial(self.collate, samples))
+        return self._read(slot) if self.draws else batch
 
     def _seeded(self, slot: BatchIndices, numbered: Sequence[tuple[int, int]]) -> list[Any]:
         """Read some samples of a batch, each with its own seed."""
@@ -113,10 +108,15 @@ class Fetcher(Dataset[Any]):
             samples += self._one_by_one([index])
         return samples
 
+    def _collated(self, slot: BatchIndices, samples: list[Any]) -> Any:
+        self._seed(self._seed_of(_COLLATE, slot.epoch, *_numbered(slot)[0]))
+        return self.collate(samples)
+
     def _start(self, slot: BatchIndices) -> int:
         """Return the seed of a batch that draws nothing; one for a whole evaluation, whose batches may be joined."""
-        index, repeat = _numbered(slot)[0] if slot.epoch >= 0 else (0, 0)
-        return self._seed_of(_SAMPLE, slot.epoch, index, repeat)
+        if slot.epoch < 0:
+            return self._seed_of(_SAMPLE, slot.epoch, 0, 0)
+        return self._seed_of(_SAMPLE, slot.epoch, slot.indices[0], slot.repeats[0] if slot.repeats else 0)
 
     def _seed_of(self, kind: int, epoch: int, index: int, repeat: int) -> int:
         return mix(self.seed, epoch, index, kind, *([repeat] if repeat else ()))

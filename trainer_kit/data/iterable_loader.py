@@ -201,7 +201,6 @@ class StreamLoader:
         self, epoch: int, position: int, steps: int, data_state: dict[str, Any] | None
     ) -> Iterator[MicroBatch]:
         while steps > 0:
-            steps_after = steps if self._length is None else steps - self.steps_left(epoch, position)
             for window in self._windows(epoch, position, data_state):
                 position = window[0].global_batch.stop
                 self._check_length(position)
@@ -211,7 +210,7 @@ class StreamLoader:
                     return
             if position == 0 and not ranges(self.passed_over, epoch):
                 raise ValueError(self._no_sample(epoch))
-            if steps > steps_after:
+            if self._length is not None and not self.passed_over and position + self._dropped < self._length:
                 self._warn_of_length("fewer")
             epoch, position, data_state = epoch + 1, 0, None
 
@@ -256,6 +255,11 @@ class StreamLoader:
     def state_after(self, epoch: int, data_state: dict[str, Any] | None) -> dict[str, Any] | None:
         """End an epoch; return the dataset's state there, with which the next one starts."""
         return {"start": data_state["next"]} if data_state is not None and "next" in data_state else None
+
+    @property
+    def _dropped(self) -> int:
+        """The most samples of an epoch that `drop_last` leaves out."""
+        return self.layout.steps.batch_size * self.layout.steps.readers * self._readers if self.drop_last else 0
 
     def _check_length(self, position: int) -> None:
         if self._length is not None and position > self._length:

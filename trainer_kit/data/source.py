@@ -350,7 +350,9 @@ weak references to generators; they are few and small."""
 
 
 def _is_shared_by_workers(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1 and loader.batch_size is not None
+    if not isinstance(loader.dataset, IterableDataset) or type(loader).__len__ is not DataLoader.__len__:
+        return False
+    return loader.num_workers > 1 and loader.batch_size is not None
 
 
 def batches_of(length: int, size: int, readers: int, drop_last: bool) -> tuple[int, list[int]]:

@@ -420,7 +420,7 @@ class Evaluator:
 def _update(name: str, metric: Any, predictions: Any, labels: Any) -> None:
     try:
         metric.update(predictions, labels)
-    except Exception as error:
+    except (TypeError, AttributeError) as error:
         if isinstance(predictions, torch.Tensor) and isinstance(labels, torch.Tensor):
             raise
         kinds = [

@@ -20,22 +20,23 @@ def warn_of_different_replicas(run: Run) -> None:
     sets its weights in its first forward pass, or a callback that draws some, gives each process its own.
 
     Args:
-        run: The run, after its first step.
+        run: The run, after its second step.
     """
     strategy = run.strategy
     if strategy.collectives.is_alone or strategy.sharding.is_active or strategy.static_shapes:
         return
     named = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
     digests = _digests([*named.values()])
-    own = hash(tuple(digests)) % 2**20  # a sum of squares of many must stay below 2**63
+    own = hash((len(named), *digests)) % 2**20  # a sum of squares of many must stay below 2**63
     processes, total, squares = strategy.collectives.all_reduce_ints([1, own, own**2])
     if squares * processes == total**2:
         return
-    first, *others = strategy.collectives.gather_object(digests)
-    different = [name for number, name in enumerate(named) if any(first[number] != other[number] for other in others)]
+    found = strategy.collectives.gather_object(dict(zip(named, digests, strict=True)))
+    names = dict.fromkeys(name for each in found for name in each)
+    different = [name for name in names if len({each.get(name) for each in found}) > 1]
     if strategy.is_main:
         warn(
-            f"the processes train different weights: {join_names(different)} differ after the first step; something "
+            f"the processes train different weights: {join_names(different)} differ after two steps; something "
             "set them in each process on its own, such as a layer in its first forward pass or a callback; set them "
             "before the training, or by the same seed and data in all processes"
         )

@@ -83,10 +83,6 @@ class KeptGenerators:
         self.restore()
         return present
 
-    def have_changed(self) -> bool:
-        """Return whether a generator of the host has another state now."""
-        return self._host.differ_from(self._states)
-
     def restore(self) -> None:
         """Restore the states."""
         self._host.restore(self._states)
@@ -103,14 +99,15 @@ def read_watched(read: Callable[[], T]) -> tuple[T | None, bool]:
     Returns:
         What was read, None for an error that does not count; and whether a generator has changed.
     """
-    states = KeptGenerators()
+    host = _host()
+    states = host.states()
     try:
         result = read()
     except Exception:
-        if states.have_changed():
+        if host.differ_from(states):
             return None, True
         raise
-    return result, states.have_changed()
+    return result, host.differ_from(states)
 
 
 class _Memory:

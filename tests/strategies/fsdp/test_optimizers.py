@@ -56,17 +56,25 @@ class Noisy(torch.optim.SGD):
 def refused(kind: Any, folder: str) -> str:
     model = Blocks()
     args = arguments(folder, "fsdp", per_device_train_batch_size=2, max_steps=2)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
     return str(caught.value)
 
 
+def warned(kind: Any, folder: str) -> list[str]:
+    model = Blocks()
+    args = arguments(folder, "fsdp", per_device_train_batch_size=2, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(model, args, rows(13), optimizer=kind(model.parameters(), lr=0.01)).train()
+    return [str(each.message) for each in caught if "draws random" in str(each.message)]
+
+
 @pytest.mark.distributed
-def test_noise_that_all_shards_would_share_is_refused(tmp_path: Any) -> None:
-    for message in on_ranks(2, refused, Noisy, str(tmp_path)):
-        assert message.startswith("optimizer=Noisy draws random numbers in its step, and with FSDP on a CPU each part")
+def test_noise_that_all_shards_share_is_a_warning(tmp_path: Any) -> None:
+    for messages in on_ranks(2, warned, Noisy, str(tmp_path)):
+        assert len(messages) == 1
+        assert messages[0].startswith("optimizer=Noisy draws random numbers in its step; with FSDP on a CPU all parts")
 
 
 @pytest.mark.distributed
