@@ -187,6 +187,16 @@ def test_a_dataset_that_draws_for_each_sample_is_read_once(kind: str) -> None:
         assert sum(dataset.reads) == LENGTH + most - 1
 
 
+@pytest.mark.parametrize("kind", ["none", "torch", "own", "own, made late"])
+def test_many_batches_of_an_evaluation_are_read_at_once_or_one_by_one(kind: str) -> None:
+    (slot,) = plan_of(Layout(LENGTH))
+    slots = [slot._replace(epoch=-1, indices=[index % LENGTH]) for index in range(1200)]
+    fetcher = Fetcher(Drawing(kind), stack, 1)
+    together = [(given, batch["noise"].tolist()) for given, batch in fetcher.several(slots)]
+    alone = Fetcher(Drawing(kind), stack, 1)
+    assert together == [(given, alone[given][1]["noise"].tolist()) for given in slots]
+
+
 class Collator:
     """Draws from global generators, or from one that it makes for the first batch, as collators of transformers do."""
 

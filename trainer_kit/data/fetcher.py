@@ -61,7 +61,7 @@ class Fetcher(Dataset[Any]):
 
         The collator is one that stacks, see `batches_at_once`.
         """
-        if self.draws is None and slots:
+        if slots and self.draws is None and not self._own_generators:
             return [self[slots[0]], *self.several(slots[1:])]
         if len(slots) > 1 and not (self.draws or self._own_generators):
             seed_generators(self._start(slots[0]))
