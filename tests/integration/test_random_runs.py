@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.random_runs import make, outcome, random_run, stopped
 
-QUICK, MORE = range(12), range(12, 72)
+QUICK, MORE = range(12), range(12, 40)
 
 
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE)])
