@@ -186,10 +186,10 @@ def test_the_arguments_may_name_the_checkpoint(tmp_path: Path, caplog: pytest.Lo
             ],
         ),
         (
-            {"lr_scheduler_type": "cosine", "warmup_steps": 4},
+            {"lr_scheduler_type": "linear", "warmup_steps": 4},
             [
-                "lr_scheduler_type 'linear' -> 'cosine', warmup_steps 3 -> 4 changed: from step 4 on the learning rate "
-                "is that of the new schedule"
+                "resumed with another schedule (lr_scheduler_type 'cosine' -> 'linear', warmup_steps 3 -> 4): from "
+                "step 4 on the learning rate follows it"
             ],
         ),
     ],

@@ -264,7 +264,7 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
         logger.info("resumed with other arguments: %s", _described(changed, others))
     if rescheduled:
         logger.warning(
-            "%s changed: from step %d on the learning rate is that of the new schedule",
+            "resumed with another schedule (%s): from step %d on the learning rate follows it",
             _described(changed, rescheduled),
             run.state.step + 1,
         )

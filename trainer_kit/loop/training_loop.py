@@ -23,7 +23,6 @@ from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import NewcomersReadyError, Regrouping
-from trainer_kit.loop.replicas import warn_of_different_replicas
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
@@ -66,17 +65,21 @@ class TrainingLoop:
     ) -> None:
         from trainer_kit.debugging.crash_dump import CrashDump  # takes 3 ms
 
-        self.run, self.args = evaluation.run, evaluation.run.args
-        self.events, self.loss = evaluation.events, evaluation.probe.loss
-        self.loader, self.checkpoints = loader, checkpoints
+        self.run = evaluation.run
+        self.args = evaluation.run.args
+        self.events = evaluation.events
+        self.loss = evaluation.probe.loss
+        self.loader = loader
+        self.checkpoints = checkpoints
         self.crash_dump = CrashDump(self.run, self.loss, loader)
         self._evaluation = evaluation
         self._step = step
         self._sync = sync
         self._regrouping = regrouping
         self._schedule = EventSchedule(self.args)
-        self._metrics, self._beginning = StepMetrics(self.run), Beginning(self.run)
-        self._is_stopping, self._checked_steps = False, 0
+        self._metrics = StepMetrics(self.run)
+        self._beginning = Beginning(self.run)
+        self._is_stopping = self._has_checked_step = False
         self._known = {name for name, _ in self.run.model.named_parameters()}
         self._outside = OutsideModules(self.loss.compute_loss if self.run.strategy.is_main else None, self.run.model)
         self._saved_step: int | None = None  # step of the newest checkpoint of this start
@@ -213,8 +216,8 @@ class TrainingLoop:
         if is_last := step == run.total_steps:
             self._request(schedule.is_due_at_end)
         call("on_step_end", run)
-        if self._checked_steps < 2:
-            self._check_early_step()
+        if not self._has_checked_step:
+            self._check_first_step()
         if self._regrouping.is_open:
             self._regrouping.look_for_newcomers()
         if global_batch.closes_epoch:
@@ -227,12 +230,9 @@ class TrainingLoop:
         elif self._metrics.unread >= _MAX_UNREAD_STEPS:
             self._read_metrics()
 
-    def _check_early_step(self) -> None:
+    def _check_first_step(self) -> None:
         """Check what a step may have created, parameters and the optimizer's state, and what it has not called."""
-        run, self._checked_steps = self.run, self._checked_steps + 1
-        if self._checked_steps == 2:  # DDP has seen by now whether a gradient is missing
-            warn_of_different_replicas(run)
-            return
+        run, self._has_checked_step = self.run, True
         assert run.optimizer is not None
         check_all_known(run.optimizer, run.model, self._known)
         saved = [self.events, *run.stateful.values()] if self.args.save_strategy != "no" else None
@@ -340,7 +340,7 @@ class TrainingLoop:
             self._beginning = Beginning(run)
         self._saved_step = None  # the save may have been given up
         self._best.forget_records()  # as in those that have joined
-        self._checked_steps = 0
+        self._has_checked_step = False
         self._sync = RankSync(run)
         self._step = TrainStep(run, self.events, self._evaluation.probe, self.loader, self.checkpoints, self._sync)
 

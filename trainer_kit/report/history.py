@@ -205,7 +205,7 @@ class RunHistory:
         if last and "best_step" in last[0].record:
             return Best(name, last[0].record["best_step"], last[0].record["best_metric"])
         values: dict[int, float] = {}
-        for record in self.judged:
+        for record in self.judged or self.evaluations:
             value = record.get(name, record.get(name.removeprefix("eval_")))  # a callback may leave out the prefix
             if value is not None and is_finite(value):
                 values.setdefault(record["step"], float(value))
