@@ -38,7 +38,7 @@ class Stop(NamedTuple):
 
 
 class RandomRun(NamedTuple):
-    """Settings of a training; `draws` is what its samples and its model draw from."""
+    """Settings of a training; `draws` is what its samples draw from."""
 
     options: dict[str, Any]
     samples: int

@@ -72,10 +72,7 @@ def _step_of_the_model(history: RunHistory) -> int:
 
 def _metrics(history: RunHistory, step: int) -> dict[str, float]:
     """Return the metrics of the training's evaluation at a step, or else the newest; empty without one there."""
-    judged, others = (
-        [record for record in records if record["step"] == step] for records in (history.judged, history.evaluations)
-    )
-    records = judged or others
+    records = [record for record in (*history.evaluations, *history.judged) if record["step"] == step]
     found = records[-1].items() if records else ()
     return {
         name: value

@@ -351,9 +351,10 @@ class FSDP(MultiNode):
                 self._same_gradients.check(self._trained_by_name())
 
     def step(self, optimizer: torch.optim.Optimizer, *limits: Any, **options: Any) -> GradientNorms | None:
-        state = torch.get_rng_state() if self.sharding.is_active and self.device.type == "cpu" else None
+        is_watched = self.sharding.is_active and self.device.type == "cpu" and not self._has_warned_of_noise
+        state = torch.get_rng_state() if is_watched else None
         norms = super().step(optimizer, *limits, **options)
-        if state is not None and not self._has_warned_of_noise and not torch.equal(state, torch.get_rng_state()):
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
             self._has_warned_of_noise = True
             warn(
                 f"optimizer={type(optimizer).__name__} draws random numbers in its step; with FSDP on a CPU all parts "
