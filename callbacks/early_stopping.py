@@ -51,6 +51,7 @@ class EarlyStopping(Callback):
         self.greater_is_better = greater_is_better
         self.best: float | None = None
         self.failures = 0
+        self._judged_by: tuple[str, bool] | None = None  # of `best`: its metric, and whether a greater one is better
 
     def on_train_begin(self, run: Run) -> None:
         if run.args.eval_strategy == "no":
@@ -61,6 +62,10 @@ class EarlyStopping(Callback):
                 f"EarlyStopping watches {name}, but load_best_model_at_end=True loads the best model by {best}; set "
                 f"metric_for_best_model={name!r} for the one by {name}"
             )
+        judged_by = name, self._is_greater_better(run, name)
+        if self._judged_by not in (None, judged_by):  # resumed with another metric
+            self.best, self.failures = None, 0
+        self._judged_by = judged_by
         if self.failures >= self.patience:  # resumed from the checkpoint of a run that ended early
             run.requests.stop = True
 
@@ -87,13 +92,17 @@ class EarlyStopping(Callback):
                 _logger.info("early stopping at step %d: %s", run.state.step, run.requests.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "failures": self.failures}
+        return {"best": self.best, "failures": self.failures, "judged_by": self._judged_by and [*self._judged_by]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         best, failures = state_dict["best"], state_dict["failures"]
+        judged_by = state_dict.get("judged_by")  # earlier versions did not write it
         if type(failures) is not int or failures < 0 or not (best is None or type(best) in (int, float)):
             raise ValueError(f"best={best!r:.40}, failures={failures!r:.40} are no result of evaluations")
+        if judged_by is not None and [*map(type, judged_by)] != [str, bool]:
+            raise ValueError(f"judged_by={judged_by!r:.60} is not a metric's name and whether a greater one is better")
         self.best, self.failures = best, failures
+        self._judged_by = None if judged_by is None else (judged_by[0], judged_by[1])
 
     def _metric(self, run: Run) -> str:
         name = self.metric or run.args.metric_for_best_model or "eval_loss"

@@ -47,6 +47,19 @@ def test_when_it_stops(
     assert stops_after(run, EarlyStopping(**options), name, values) == expected
 
 
+def test_a_resume_with_another_metric_begins_again(make_run: Callable[..., Run]) -> None:
+    run = make_run(eval_strategy="epoch")
+    before = EarlyStopping(patience=2)
+    assert stops_after(run, before, "eval_loss", [0.1, 0.2]) is None
+    for options, name, expected in (({}, "eval_loss", 1), ({"metric": "accuracy"}, "eval_accuracy", None)):
+        after = EarlyStopping(patience=2, **options)
+        after.load_state_dict(before.state_dict())
+        assert stops_after(run, after, name, [0.05 if options else 0.3, 0.06]) == expected
+        run.requests.stop = False
+    with pytest.raises(ValueError, match="is not a metric's name"):
+        before.load_state_dict({**before.state_dict(), "judged_by": ["loss"]})
+
+
 def test_small_improvements_add_up_unlike_those_of_transformers(make_run: Callable[..., Run]) -> None:
     values = [3, 2.75, 2.375, 2.25, 1.75]
     run = make_run(eval_strategy="epoch")

@@ -114,3 +114,42 @@ def test_a_number_that_a_callback_adds_to_an_evaluation(name: str, tmp_path: Pat
     trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Adds()])
     trainer.train()
     assert trainer.run.state.best_metric == trainer.run.state.step
+
+
+@pytest.mark.parametrize("plateau", [False, True])
+def test_a_resume_with_another_metric_forgets_the_best(
+    plateau: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss below 10 and a score above 10 cannot be compared."""
+
+    class Adds(Callback):
+        priority = 40
+
+        def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
+            metrics["score"] = 10.0 + run.state.step
+
+    def train(steps: int, **changes: Any) -> Trainer:
+        schedule = "reduce_lr_on_plateau" if plateau else "constant"
+        args = arguments(
+            tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_best_limit=1,
+            lr_scheduler_type=schedule, max_steps=steps, **changes,
+        )  # fmt: skip
+        trainer = Trainer(Linear(), args, points(), points(4), callbacks=[Adds()])
+        trainer.train(resume_from_checkpoint=steps > 2)
+        return trainer
+
+    by_loss = train(2, metric_for_best_model="loss")
+    assert by_loss.run.state.best_metric is not None
+    assert by_loss.run.state.best_metric < 10
+    state = train(3, metric_for_best_model="loss").run.state
+    assert "another metric" not in caplog.text
+    assert state.best_metric is not None
+    by_score = train(4, metric_for_best_model="score", greater_is_better=False)
+    assert (by_score.run.state.best_metric, by_score.run.state.best_step) == (14.0, 4)
+    assert "resumed with another metric (metric_for_best_model 'eval_loss' -> 'eval_score'): the best" in caplog.text
+    if plateau:
+        assert by_score.run.lr_scheduler.best == 14.0
+    by_greater = train(5, metric_for_best_model="score", greater_is_better=True)
+    assert (by_greater.run.state.best_metric, by_greater.run.state.best_step) == (15.0, 5)
+    if plateau:
+        assert (by_greater.run.lr_scheduler.best, by_greater.run.lr_scheduler.mode) == (15.0, "max")

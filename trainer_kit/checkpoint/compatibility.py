@@ -10,8 +10,9 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer_kit.checkpoint import find_checkpoints, newest_valid, read_state, verify
-from trainer_kit.checkpoint.format.discovery import is_of_transformers
+from trainer_kit.checkpoint.format.discovery import is_of_transformers, read_arguments
 from trainer_kit.checkpoint.format.manifest import MANIFEST_NAME
+from trainer_kit.checkpoint.format.trainer_state import read_trainer
 from trainer_kit.checkpoint.generations import has_state
 from trainer_kit.checkpoint.optimizer_states import NEW_RUN, read_optimizer_state
 from trainer_kit.config.arguments import TrainingArguments
@@ -40,6 +41,12 @@ _OF_THE_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", 
 
 _OF_THE_START = ("resume_from_checkpoint", "do_train", "do_eval", "do_predict")
 """Arguments that differ between the starts of a run."""
+
+_OF_THE_BEST = ("metric_for_best_model", "greater_is_better")
+"""Arguments by which checkpoints are compared."""
+
+_OF_THE_PLATEAU = ("best", "mode", "mode_worse", "num_bad_epochs")
+"""State of torch's `ReduceLROnPlateau` that belongs to its metric."""
 
 _ORDERS = {
     "shuffled": "shuffled samples",
@@ -220,6 +227,32 @@ def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = un
     return state
 
 
+def read_counted(args: TrainingArguments, directory: Path) -> dict[str, Any]:
+    """Read the trainer state to resume from; without what another metric than that of `args` has judged.
+
+    Args:
+        args: The arguments of the run.
+        directory: Folder of the checkpoint.
+
+    Raises:
+        CheckpointError: As for `read_trainer`.
+    """
+    trainer = read_trainer(directory)
+    assert trainer is not None
+    if _is_judged_otherwise(args, read_arguments(directory)):
+        trainer["counters"] |= {"best_metric": None, "best_step": None}
+        trainer["committed"] = [[name, number, None] for name, number, _ in trainer["committed"]]
+    return trainer
+
+
+def _is_judged_otherwise(args: TrainingArguments, saved: Mapping[str, Any]) -> bool:
+    """Return whether another metric chooses the best checkpoint than the saved arguments say."""
+    if args.metric_for_best_model is None:
+        return False
+    before = saved["metric_for_best_model"] or "eval_loss", bool(saved["greater_is_better"])
+    return before != (args.metric_for_best_model, args.greater_is_better)
+
+
 def load_scheduler(run: Run, directory: Path) -> None:
     """Load the scheduler's state.
 
@@ -232,7 +265,10 @@ def load_scheduler(run: Run, directory: Path) -> None:
     """
     scheduler = run.lr_scheduler
     try:
-        scheduler.load_state_dict(read_state(directory, "lr_scheduler"))
+        state = read_state(directory, "lr_scheduler") or {}
+        if isinstance(scheduler, ReduceLROnPlateau) and _is_judged_otherwise(run.args, read_arguments(directory)):
+            state |= {name: getattr(scheduler, name) for name in _OF_THE_PLATEAU}
+        scheduler.load_state_dict(state)
         if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length
             groups = scheduler.optimizer.param_groups  # maybe those of an inner optimizer alone
             for group, peak, rate in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -259,13 +295,20 @@ def report_changes(run: Run, plan: RunLength, earlier: tuple[Mapping[str, Any], 
     kept = [name for name in changed if name in _IN_THE_OPTIMIZER]
     is_by_name = isinstance(run.lr_scheduler, Schedule)
     rescheduled = [name for name in changed if name in _OF_THE_SCHEDULE and is_by_name]
-    others = [name for name in changed if name not in (*kept, *rescheduled, *_IN_THE_LAYOUT)]
+    judged = _OF_THE_BEST if _is_judged_otherwise(run.args, saved_args) else ()
+    others = [name for name in changed if name not in (*kept, *rescheduled, *judged, *_IN_THE_LAYOUT)]
     if others:
         logger.info("resumed with other arguments: %s", _described(changed, others))
     if rescheduled:
         logger.warning(
             "resumed with another schedule (%s): from step %d on the learning rate follows it",
             _described(changed, rescheduled),
+            run.state.step + 1,
+        )
+    if judged:
+        logger.warning(
+            "resumed with another metric (%s): the best checkpoint is one from step %d on",
+            _described(changed, [name for name in judged if name in changed]),
             run.state.step + 1,
         )
     if kept:

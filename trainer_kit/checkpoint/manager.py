@@ -24,6 +24,7 @@ from trainer_kit.checkpoint.compatibility import (
     find_checkpoint,
     fitting_optimizer_state,
     load_scheduler,
+    read_counted,
     read_request,
     report_changes,
 )
@@ -38,7 +39,6 @@ from trainer_kit.checkpoint.format.trainer_state import (
     read_data_state,
     read_ledger,
     read_means,
-    read_trainer,
 )
 from trainer_kit.checkpoint.generations import give_up_copies
 from trainer_kit.checkpoint.integrity import check_resumable, fetch_verified
@@ -174,8 +174,7 @@ class CheckpointManager:
         if self.resumed_from is None:
             return
         self.source = fetch_verified(run.strategy, self.resumed_from)
-        trainer = read_trainer(self.source)
-        assert trainer is not None
+        trainer = read_counted(run.args, self.source)
         self.data_state = read_data_state(self.source)
         self._earlier = (trainer["plan"], read_arguments(self.source))
         check_same_run(run, trainer, self.data_state, self.resumed_from)
@@ -299,8 +298,7 @@ class CheckpointManager:
         self.metric = None
         if self.copier is not None:
             self.copier.open()
-        trainer = read_trainer(source)
-        assert trainer is not None
+        trainer = read_counted(run.args, source)
         run.state.load_state_dict(trainer["counters"])
         run.ledger.go_back(read_ledger(source))
         self.data_state = read_data_state(source)

@@ -23,6 +23,7 @@ from trainer_kit.loop.lr_schedule import make_run_scheduler
 from trainer_kit.loop.memberships import closing_line, note_start
 from trainer_kit.loop.rank_sync import RankSync
 from trainer_kit.loop.regrouping import NewcomersReadyError, Regrouping
+from trainer_kit.loop.replicas import Replicas
 from trainer_kit.loop.step_metrics import StepMetrics, StepSpan
 from trainer_kit.loop.summary import Beginning, summarize
 from trainer_kit.loop.train_step import TrainStep
@@ -65,19 +66,15 @@ class TrainingLoop:
     ) -> None:
         from trainer_kit.debugging.crash_dump import CrashDump  # takes 3 ms
 
-        self.run = evaluation.run
-        self.args = evaluation.run.args
-        self.events = evaluation.events
-        self.loss = evaluation.probe.loss
-        self.loader = loader
-        self.checkpoints = checkpoints
+        self.run, self.args = evaluation.run, evaluation.run.args
+        self.events, self.loss = evaluation.events, evaluation.probe.loss
+        self.loader, self.checkpoints = loader, checkpoints
         self.crash_dump = CrashDump(self.run, self.loss, loader)
-        self._evaluation = evaluation
-        self._step = step
+        self._evaluation, self._step = evaluation, step
         self._sync = sync
         self._regrouping = regrouping
         self._schedule = EventSchedule(self.args)
-        self._metrics = StepMetrics(self.run)
+        self._metrics, self._replicas = StepMetrics(self.run), Replicas(self.run)
         self._beginning = Beginning(self.run)
         self._is_stopping = self._has_checked_step = False
         self._known = {name for name, _ in self.run.model.named_parameters()}
@@ -155,6 +152,8 @@ class TrainingLoop:
         seconds = self._beginning.seconds()
         self._finish_save()  # on_save comes before the final metrics
         self._read_metrics()
+        if self._saved_step != run.state.step:
+            self._replicas.warn_if_different()
         output = summarize(run, self.events, self._beginning, seconds)
         closing = closing_line(run) if self.exit_code is None else None
         self.events.call("on_train_end", run, output.metrics if self.exit_code is None else None)
@@ -424,6 +423,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._finish_save()  # one save at a time
+        self._replicas.warn_if_different()
         with self.run.ledger.during("saving"):
             saver = self.checkpoints.saver
             with averaged_weights(self.run.optimizer, saver.wait_for_staging):
