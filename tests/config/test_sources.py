@@ -172,6 +172,7 @@ def test_hf_argument_parser_takes_flags_and_dicts(line: str, expected: dict[str,
         ("--mixed_precision", "--mixed_precision needs the name"),
         ("--bf16 --fp16", "bf16 and fp16 are both given as precision"),
         ("--mixed_precision fp16 --bf16", "fp16 and bf16 are both given as precision"),
+        ("--mixed_precision no --bf16", "no and bf16 are both given as precision"),
     ],
 )
 def test_hf_argument_parser_names_a_wrong_precision(line: str, sentence: str, capsys: Any) -> None:

@@ -6,7 +6,8 @@ import argparse
 import functools
 import operator
 import types
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
@@ -22,6 +23,10 @@ class _TextOption(argparse.Action):
 
 class _PrecisionOption(argparse.Action):
     """Take a precision by its name, and transformers' `--bf16` and `--fp16`, alone or with a truth value."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._taken_into: Callable[[], argparse.Namespace | None] = lambda: None  # a default does not count
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
@@ -39,8 +44,9 @@ class _PrecisionOption(argparse.Action):
             self._set(parser, namespace, str(value))
 
     def _set(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, precision: str) -> None:
-        before = getattr(namespace, self.dest, self.default)
-        if before not in (self.default, precision):
+        before = getattr(namespace, self.dest, precision) if self._taken_into() is namespace else precision
+        self._taken_into = weakref.ref(namespace)
+        if before != precision:
             parser.error(f"{before} and {precision} are both given as precision; give one")
         setattr(namespace, self.dest, precision)
 
