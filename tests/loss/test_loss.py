@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -291,6 +293,21 @@ def test_where_a_loss_is_found() -> None:
         assert found_loss(output) is loss
     for output in (scores, {"logits": scores}, {"loss": scores}, (scores, loss), Named(loss, scores), (), None, 1.0):
         assert found_loss(output) is None
+
+
+@pytest.mark.parametrize("kind", ["dict", "attribute", "field", "tuple"])
+def test_a_named_loss_may_be_of_shape_one(kind: str) -> None:
+    loss, fields = torch.tensor([2.0]), namedtuple("fields", "loss logits")
+    outputs = {
+        "dict": {"loss": loss}, "attribute": SimpleNamespace(loss=loss), "field": fields(loss, torch.zeros(1)),
+        "tuple": (loss, torch.zeros(1)),
+    }  # fmt: skip
+    found = found_loss(outputs[kind])
+    if kind == "tuple":  # the predictions of one sample may look like this
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.shape, found.item()) == ((), 2.0)
 
 
 def failing(tmp_path: Any, model: nn.Module, samples: Any, **given: Any) -> Any:

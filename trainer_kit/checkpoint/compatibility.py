@@ -332,17 +332,19 @@ def _report_layout(run: Run, plan: RunLength, saved: Mapping[str, Any]) -> None:
         per_device = before.batch_size // before.devices
         before = before._replace(readers=now.readers, devices=now.devices, batch_size=per_device * now.devices)
     changes = []
+    reads = "reads" if now.readers == 1 else "read"
     for new, old, text in (
-        (now.readers, before.readers, "with {} processes that read data instead of {}"),
-        (now.batch_size, before.batch_size, "with batches of {} samples instead of {}"),
-        (now.accumulation, before.accumulation, "with {} of them a step instead of {}"),
+        (now.readers, before.readers, f"with {format_count(now.readers, 'process')} that {reads} data"),
+        (now.batch_size, before.batch_size, f"with batches of {format_count(now.batch_size, 'sample')}"),
+        (now.accumulation, before.accumulation, f"with {now.accumulation} of them a step"),
     ):
         if new != old:
-            changes.append(text.format(new, old))
+            changes.append(f"{text} instead of {old}")
     if not changes and window == window_before:
         return
     changed = ", ".join(changes or [f"with on_resize={run.args.on_resize!r}"])
-    samples = f"{window} samples a step " + ("as before" if window == window_before else f"instead of {window_before}")
+    size_before = "as before" if window == window_before else f"instead of {window_before}"
+    samples = f"{format_count(window, 'sample')} a step {size_before}"
     schedule = ""
     if isinstance(run.lr_scheduler, Schedule) and run.args.max_steps < 0:
         schedule = f"; the schedule continues at step {plan.schedule_step} of {plan.schedule_length}"

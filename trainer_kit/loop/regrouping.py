@@ -193,7 +193,7 @@ class Regrouping:
                 if attempt == _ATTEMPTS:
                     raise
         left, stood = run.strategy.world_size, format_duration(time.perf_counter() - begin)
-        sizes = f"{format_count(left, 'process')} instead of {processes}"
+        sizes = format_count(left, "process") + (f" instead of {processes}" if left != processes else "")
         if isinstance(end, LostProcessError):
             self._vain_at = run.state.step if left == processes and not healed.joined else None
             logger.info("continued with %s at step %d after %s: %s", sizes, run.state.step, stood, end)

@@ -297,15 +297,20 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 def found_loss(output: Any) -> torch.Tensor | None:
     """Return the loss in a model's output: a scalar, `loss`, or else the first element; None without a scalar tensor.
 
-    The loss of a dict that holds nothing but losses, such as those of detection models, is their sum.
+    The loss of a dict that holds nothing but losses, such as those of detection models, is their sum. What is called
+    `loss` may be of shape [1], as models for torch's DataParallel return it.
     """
     if type(output) is dict or isinstance(output, Mapping):
-        output = output["loss"] if "loss" in output else _summed(output)
+        loss = _named_loss(output["loss"]) if "loss" in output else _summed(output)
     elif isinstance(output, (tuple, list)) and "loss" not in getattr(output, "_fields", ()):
-        output = output[0] if output else None
-    elif not isinstance(output, torch.Tensor):
-        output = getattr(output, "loss", None)
-    return output if isinstance(output, torch.Tensor) and output.ndim == 0 else None
+        loss = output[0] if output else None
+    else:
+        loss = output if isinstance(output, torch.Tensor) else _named_loss(getattr(output, "loss", None))
+    return loss if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
+
+
+def _named_loss(loss: Any) -> Any:
+    return loss[0] if isinstance(loss, torch.Tensor) and loss.shape == (1,) else loss
 
 
 def _summed(losses: Mapping[Any, Any]) -> torch.Tensor | None:

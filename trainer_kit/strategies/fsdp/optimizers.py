@@ -12,7 +12,6 @@ from trainer_kit.utils.pytree import map_tensors, tensors
 
 _REFUSED = {
     "Adafactor": "computes with whole matrices",
-    "UnscaledAdafactor": "computes with whole matrices",
     "AdamWScheduleFree": "switches whole weights between training and evaluation",
     "SGDScheduleFree": "switches whole weights between training and evaluation",
     "Muon": "computes with whole matrices",
@@ -36,7 +35,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Ten
     Raises:
         ValueError: If the optimizer has taken steps already, or cannot step on sharded parameters.
     """
-    name = type(optimizer).__name__
+    name = type(optimizer).__name__.removeprefix("Unscaled")  # ours of optim="adafactor"
     if name in _REFUSED:
         raise ValueError(f"{name} {_REFUSED[name]}, which FSDP shards; use AdamW, Adam or SGD")
     early = {parameter: state for parameter, state in optimizer.state.items() if parameter in sharded}
