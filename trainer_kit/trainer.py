@@ -25,7 +25,7 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation_loop import EvaluationLoop, chosen_dataset
 from trainer_kit.loop.generation import checked_settings
-from trainer_kit.loop.metrics import Metric, metrics_by_name
+from trainer_kit.loop.metrics import Metric
 from trainer_kit.loop.prediction import PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.results import ResultMethods
@@ -123,7 +123,7 @@ class Trainer(ResultMethods):
         ValueError: If arguments contradict one another.
 
     A subclass that overrides a method of transformers' Trainer that this Trainer never calls (`compute_loss`,
-    `training_step`) raises a TypeError when it is defined. Setting an unknown attribute raises an AttributeError.
+    `training_step`) raises a TypeError when it is defined, and setting such an attribute an AttributeError.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -133,7 +133,7 @@ class Trainer(ResultMethods):
     if not TYPE_CHECKING:  # a visible __setattr__ would let a type checker accept every attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
-            check_attribute(type(self), name)
+            check_attribute(type(self), name, is_made="run" in vars(self))
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
@@ -180,7 +180,7 @@ class Trainer(ResultMethods):
             warn(f"{setting} has no effect without eval_dataset")
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.metrics = metrics_by_name(metrics)
+        self.metrics = metrics
         self._given_optimizer, self._given_lr_scheduler, self._set_for_next = optimizer, lr_scheduler, set[str]()
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])

@@ -225,6 +225,21 @@ def test_fields_of_a_subclass_are_the_scripts_own(tmp_path: Path) -> None:
     assert (made.generation_num_beams, made.base_learning_rate, made.nonfinite) == (3, 0.1, "stop")
 
 
+def test_what_a_script_sets_beyond_the_fields_stays(tmp_path: Path) -> None:
+    class Distillation(transformers.TrainingArguments):  # type: ignore[misc]
+        def __init__(self, *args: Any, alpha: float = 0.5, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.alpha = alpha
+
+    args = Distillation(str(tmp_path), alpha=0.3, use_cpu=True)
+    args.temperature = 2.0
+    assert args.device.type == "cpu"
+    made: Any = TrainingArguments.from_transformers(args)
+    assert (made.alpha, made.temperature) == (0.3, 2.0)
+    plain = TrainingArguments.from_transformers(transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    assert {*vars(made)} - {*vars(plain)} == {"alpha", "temperature"}
+
+
 def test_from_transformers_takes_nothing_else() -> None:
     with pytest.raises(TypeError, match="takes transformers' TrainingArguments, but got a TrainingArguments"):
         TrainingArguments.from_transformers(TrainingArguments())

@@ -205,6 +205,32 @@ def test_samples_that_do_not_come_again_are_a_resume_that_is_not_exact() -> None
         steps_of(Moody(), Layout(4), 0, 3, first[-1])
 
 
+class FirstIsMoody(Stateless):
+    """The first worker gives other samples at each start, the last one the same."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        start = int(torch.empty((), dtype=torch.int64).random_(generator=_fresh())) if worker.id == 0 else 0
+        return ({"x": torch.tensor(number + start)} for number in range(worker.id, LENGTH, worker.num_workers))
+
+
+def _fresh() -> torch.Generator:
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def test_one_worker_of_several_may_be_inexact() -> None:
+    first = steps_of(FirstIsMoody(), Layout(4), 2, 10)
+    with (
+        pytest.warns(UserWarning, match="are read again"),
+        pytest.warns(UserWarning, match="this resume is not exact"),
+    ):
+        rest = steps_of(FirstIsMoody(), Layout(4), 2, 3, first[-1])
+    assert len(rest) == 3
+
+
 def test_samples_that_cannot_be_compared_are_read_again() -> None:
     class Opaque(Numbers):
         def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ def make_trainer(model: nn.Module, folder: str, samples: Any, **given: Any) -> t
     """A Trainer that goes through the samples once without changing the model."""
     keywords = {
         name: given.pop(name)
-        for name in ("compute_loss", "data_collator", "processing_class", "metrics", "strategy")
+        for name in ("compute_loss", "data_collator", "processing_class", "metrics", "compute_metrics", "strategy")
         if name in given
     }
     values: dict[str, Any] = {

@@ -86,6 +86,24 @@ def test_streaming_metrics_equal_compute_metrics_and_the_truth(tmp_path: Any, ba
     )  # begun anew
 
 
+@pytest.mark.parametrize("names", [None, ["labels"]])
+def test_a_loss_that_pops_the_labels_leaves_them_to_the_metrics(tmp_path: Any, names: list[str] | None) -> None:
+    def popping(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        labels = batch.pop("labels")
+        output = model(**batch)
+        return F.cross_entropy(output["logits"], labels), output
+
+    options: dict[str, Any] = {"compute_metrics": accuracy, "label_names": names, "max_steps": 2}
+    options["metrics"] = {"streamed": MulticlassAccuracy(CLASSES, average="micro")}
+    trainer = make_trainer(tmp_path, compute_loss=popping, train_dataset=samples(), **options)
+    trainer.train()
+    logits, labels = whole(trainer.run.model, samples())
+    found = trainer.predict(samples())
+    assert found.metrics["test_accuracy"] == (logits.argmax(-1) == labels).double().mean().item()
+    assert found.metrics["test_streamed"] == pytest.approx(found.metrics["test_accuracy"])
+    np.testing.assert_array_equal(found.label_ids, labels.numpy())
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_predictions_come_once_each_in_order(length: int, batch_size: int, seed: int) -> None:

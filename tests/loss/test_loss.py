@@ -274,6 +274,42 @@ def test_a_packed_sequence_is_one_argument(tmp_path: Any) -> None:
     assert recorder.losses == expected
 
 
+def squeezed(model: nn.Module, batch: Any) -> Any:
+    """The outputs for a batch of one sample have no dimension."""
+    scores = model.layer(batch["x"])[:, 0].squeeze()  # type: ignore[operator, union-attr, index]
+    return F.mse_loss(scores, batch["labels"].to(scores.dtype).view_as(scores)), scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_outputs_without_a_dimension_are_no_count(tmp_path: Any, batch_size: int) -> None:
+    """Five samples leave a batch of one."""
+
+    def flat(model: nn.Module, batch: Any) -> Any:
+        loss, scores = squeezed(model, batch)
+        return loss, scores.reshape(-1)
+
+    found = []
+    for compute_loss in (flat, squeezed):
+        options: dict[str, Any] = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
+        trainer, recorder = make_trainer(
+            Points(), str(tmp_path), points([0, 1, 1, 0, 1]), compute_loss=compute_loss,
+            compute_metrics=lambda given: {"mean": given.predictions.mean(), "rows": len(given.predictions)}, **options,
+        )  # fmt: skip
+        trainer.train()
+        found.append((recorder.losses, trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_mean"]))
+        assert trainer.evaluate()["eval_rows"] == 5
+    assert found[0] == found[1]
+
+
+def test_two_scalars_for_one_sample_may_mean_two_things(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"per_device_eval_batch_size": 1}
+    trainer, _ = make_trainer(Points(), str(tmp_path), points([0, 1]), compute_loss=squeezed, **options)
+    with pytest.raises(ValueError, match="two scalars for a batch of one sample"):
+        trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 # What is said of a mistake
 
 

@@ -105,10 +105,11 @@ def test_a_class_that_is_changed_later_is_refused_when_its_object_is_made(
 
     make(Mine, tmp_path)
     for kind in (Mine, Trainer):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "training_step", lambda *args: None, raising=False)
-            with pytest.raises(TypeError, match="defines training_step"):
-                make(Mine, tmp_path)
+        for name in ("training_step", "save_model") if kind is Trainer else ("training_step",):
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, name, lambda *args: None, raising=False)
+                with pytest.raises(TypeError, match=f"defines {name}"):
+                    make(Mine, tmp_path)
 
 
 def test_subclasses_with_names_of_their_own_train(tmp_path: Path) -> None:
@@ -150,6 +151,27 @@ def test_what_the_trainer_reads_can_be_set(tmp_path: Path) -> None:
     trainer = make(Trainer, tmp_path, model)
     trainer.compute_loss = lambda model, batch: model(**batch) * 0 + 3
     assert trainer.train().training_loss == 3.0
+
+
+def test_the_parts_of_a_trainer_cannot_be_replaced(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def __init__(self, name: str, value: Any, **kwargs: Any) -> None:
+            self.args = kwargs["args"]
+            super().__init__(**kwargs)
+            setattr(self, name, value)
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    for name, value, sentence in (
+        ("run", "a tracker's", "Mine.run is set, which holds the model"),
+        ("events", [], "Mine.events is set, which holds the callbacks"),
+        ("args", TrainingArguments(), "Mine.args is set, but holds the arguments of the run"),
+    ):
+        with pytest.raises(AttributeError, match=sentence):
+            Mine(name, value, model=Model(), args=args)
+    with pytest.raises(TypeError, match=r"metrics\['train'\] is a list without update"):
+        Mine("metrics", {"train": []}, model=Model(), args=args)
+    assert Mine("args", args, model=Model(), args=args).args is args
+    assert Mine("objective", "mine", model=Model(), args=args).objective == "mine"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from trainer_kit.config.transformers_names import (
     ATTRIBUTES,
     FIELD_VALUES,
     TRANSFORMERS_NAMES,
-    added_by_subclass,
+    added_by_user,
     settings_of,
 )
 from trainer_kit.config.validation import load_fields, plain, save_fields
@@ -105,7 +105,7 @@ class ArgumentSources(_Base):
     def from_transformers(cls: type[Arguments], hf_args: Any) -> Arguments:
         """Create arguments that mean what transformers' `TrainingArguments` mean.
 
-        A field that a subclass adds becomes an attribute, unless there is one of its name.
+        What a subclass or a script adds becomes an attribute, unless there is one of its name.
 
         Args:
             hf_args: An instance of transformers' `TrainingArguments` or a subclass.
@@ -115,7 +115,7 @@ class ArgumentSources(_Base):
             ValueError: If a value is not allowed.
         """
         made = cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
-        vars(made).update({**added_by_subclass(hf_args), **vars(made)})
+        vars(made).update({**added_by_user(hf_args), **vars(made)})
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -309,7 +309,7 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     """Return the settings of a transformers `TrainingArguments` that matter, by name.
 
     Fields that both have are returned with any value, others if the value is not the default. Fields that a subclass of
-    the user's adds are left out, see `added_by_subclass`.
+    the user's adds are left out, see `added_by_user`.
 
     Args:
         hf_args: An instance of transformers' `TrainingArguments` or a subclass.
@@ -330,12 +330,17 @@ def settings_of(hf_args: Any, known: Collection[str]) -> dict[str, Any]:
     return settings
 
 
-def added_by_subclass(hf_args: Any) -> dict[str, Any]:
-    """Return the fields that a subclass of transformers' `TrainingArguments` adds, for the user's own code."""
-    theirs = {field.name for field in dataclasses.fields(_class_of_transformers(hf_args))}
-    return {
-        field.name: getattr(hf_args, field.name) for field in dataclasses.fields(hf_args) if field.name not in theirs
-    }
+_SET_BY_TRANSFORMERS = {
+    "deepspeed_plugin", "distributed_state", "fsdp_plugin_args", "hf_deepspeed_config", "mixed_precision",
+    "xla_fsdp_config",
+}  # fmt: skip
+"""Attributes of transformers' arguments that are no fields."""
+
+
+def added_by_user(hf_args: Any) -> dict[str, Any]:
+    """Return what a subclass or a script adds to transformers' `TrainingArguments`, for the user's own code."""
+    theirs = {field.name for field in dataclasses.fields(_class_of_transformers(hf_args))} | _SET_BY_TRANSFORMERS
+    return {name: value for name, value in vars(hf_args).items() if name not in theirs and not name.startswith("_")}
 
 
 def _class_of_transformers(hf_args: Any) -> Any:

@@ -405,7 +405,7 @@ class StreamReader(IterableDataset[Any]):
             self._trusted = [was and not report.why for was, report in zip(self._trusted, reports, strict=True)]
             del items, reports
         self._say_again(sum(report.again for report in reports), why)
-        if not all(report.is_exact for report in islice(items, workers)):
+        if False in {report.is_exact for report in islice(items, workers)}:  # `all` would leave reports unread
             self._say_inexact()
         yield from items
 

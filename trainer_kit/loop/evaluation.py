@@ -292,10 +292,11 @@ class Evaluator:
         # workers or processes.
         of_all = number * strategy.collectives.readers + strategy.collectives.reader
         strategy.seed(mix(args.seed, -1, of_all))
+        # Before the pass: a compute_loss may pop them.
+        labels = self._targets(host_batch if strategy.static_shapes else batch) if wanted.predictions else None
         both, value = self._predictions(batch, counts, totals, with_loss, wanted)
         predictions, outputs = strategy.collectives.unshard(both) if wanted.predictions else (None, None)
         strategy.device_info.mark_step()
-        labels = self._targets(host_batch if strategy.static_shapes else batch) if wanted.predictions else None
         needs_inputs = "inputs" in args.include_for_metrics and wanted.predictions
         inputs = main_input(self.loss.module, host_batch) if needs_inputs else None
         lacks_labels = with_loss and labels is None and wanted.predictions
@@ -318,6 +319,7 @@ class Evaluator:
         loss, calls, generate = self.loss, [], self.generate if wanted.predictions else None
         value: torch.Tensor | None = None
         items, outputs = None, None
+        labels = labels_of(batch) if wanted.predictions else None
         totals.captured.clear()  # of the calls of probes
         with self.run.strategy.autocast():
             if with_loss and (loss.compute_loss is not None or not wanted.predictions or generate is not None):
@@ -337,7 +339,6 @@ class Evaluator:
             return (generated, None), value
         if outputs is not None or not calls:
             return self._selected(outputs, wanted), value
-        labels = labels_of(batch)
         rows = counts.samples if labels is None or not labels.ndim else len(labels)
         return (joined_predictions([predictions_in(output) for output in calls], rows), None), value
 

@@ -6,7 +6,7 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.config.arguments import TrainingArguments
+from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.run import Run
 from trainer_kit.utils.run_log import NAME
 
@@ -42,6 +43,23 @@ class ResultMethods:
     def args(self) -> TrainingArguments:
         """The arguments of the run."""
         return self.run.args
+
+    @args.setter
+    def args(self, args: Any) -> None:
+        if "run" in vars(self) and args is not self.run.args:
+            raise AttributeError(
+                f"{type(self).__name__}.args is set, but holds the arguments of the run; change its fields, or make "
+                "another Trainer"
+            )
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The streaming metrics by name."""
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None) -> None:
+        self._metrics = metrics_by_name(metrics)
 
     @property
     def model(self) -> torch.nn.Module:

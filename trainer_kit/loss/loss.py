@@ -6,6 +6,7 @@ transformers have samples as items: their loss is a mean over samples, each divi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.loss.batch import IGNORED, has_columns, is_whole, labels_of, shape_of, with_labels
+from trainer_kit.loss.batch import IGNORED, has_columns, is_whole, labels_of, rows_of, shape_of, with_labels
 from trainer_kit.loss.deferred_logits import ChunkedLanguageModel
 from trainer_kit.loss.dtype_errors import explain_dtypes
 from trainer_kit.loss.label_smoothing import smoothed_loss
@@ -130,7 +131,9 @@ class Loss:
             self.log.add_parts(result)
             return self._trainable(loss), None
         parts = list(result) if isinstance(result, tuple) else [result]
-        outputs = parts.pop() if 2 <= len(parts) <= 3 and _is_output(parts[-1]) else None
+        outputs = parts.pop() if 2 <= len(parts) <= 3 and self._is_output(parts[-1], batch, len(parts) == 3) else None
+        if isinstance(outputs, torch.Tensor) and not outputs.ndim:
+            outputs = outputs.reshape(1)
         self.outputs = None if torch.is_grad_enabled() else outputs
         self.returns_sum_and_count = len(parts) == 2
         self.log.add_parts(parts[0], is_sum=self.returns_sum_and_count)
@@ -142,6 +145,26 @@ class Loss:
                 "'loss' may stand for the tensor"
             )
         return self._trainable(parts[0]), parts[1] if self.returns_sum_and_count else None
+
+    def _is_output(self, last: Any, batch: Any, follows_count: bool) -> bool:
+        """Return whether the last value that `compute_loss` returned is the model's output, and not a count.
+
+        The output for a batch of one sample may have no dimension either, as `logits.squeeze()` has none.
+        """
+        if not isinstance(last, torch.Tensor) or last.ndim:
+            return hasattr(last, "logits") or next(tensors(last), None) is not None
+        if follows_count or last.requires_grad:
+            return True
+        if not last.is_floating_point() or rows_of(batch) != 1:
+            return False
+        if self.returns_sum_and_count is None:
+            if float(last).is_integer():  # as hardly any output is
+                return False
+            raise ValueError(
+                "compute_loss returned two scalars for a batch of one sample, and the second may be a count or the "
+                "model's output; return a count as a number, or an output with one row for each sample"
+            )
+        return not self.returns_sum_and_count
 
     def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.requires_grad or not torch.is_grad_enabled():
@@ -213,7 +236,7 @@ class Loss:
         if labels is None or not is_whole(labels) or self.counts_samples:
             return batch
         if self.returns_sum_and_count is None:
-            self.eval_loss(batch, context)
+            self.eval_loss(copy.copy(batch), context)  # compute_loss may pop its labels
         if self.returns_sum_and_count:
             return batch
         valid = labels.clamp(min=0)
@@ -403,10 +426,6 @@ def _is_scalar(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return _is_scalar(value) or isinstance(value, Real)
-
-
-def _is_output(value: Any) -> bool:
-    return not _is_scalar(value) and (hasattr(value, "logits") or next(tensors(value), None) is not None)
 
 
 def _described(value: Any) -> str:

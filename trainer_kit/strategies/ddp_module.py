@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer_kit.strategies.ddp_buckets import FixedBuckets
 from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.utils.foreach import copy_all
-from trainer_kit.utils.tied_parameters import names_by_parameter
+from trainer_kit.utils.tied_parameters import names_by_parameter, parameters_by_all_names
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.vectors import as_bytes
 
@@ -244,7 +244,7 @@ class SharedBuffers:
 
 def model_facts(module: torch.nn.Module) -> dict[str, str]:
     """Return descriptions of parameters and buffers by name, which must agree on all processes."""
-    facts = {f"parameter {name}": _described(each) for name, each in module.named_parameters(remove_duplicate=False)}
+    facts = {f"parameter {name}": _described(each) for name, each in parameters_by_all_names(module)}
     for tied in names_by_parameter(module).values():
         for name in tied if len(tied) > 1 else ():
             facts[f"parameter {name}"] += f", tied: {', '.join(sorted(tied))}"

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -17,33 +17,46 @@ _LOSS = (
     "(loss_sum, count)"
 )
 _PASSES = (
-    "give Trainer(compute_loss=function) for the loss, a Callback with on_substep_end or on_step_end for what follows, "
-    "and a Strategy with its own backward for the backward pass"
+    "give Trainer(compute_loss=function) for the loss, a Callback with on_pre_optimizer_step for the gradients and "
+    "on_substep_end or on_step_end for what follows, and a Strategy with its own backward for the backward pass"
 )
 _DATA = (
-    "give Trainer(train_dataset=, data_collator=); batch size, workers and the order of samples are in "
-    "TrainingArguments (per_device_train_batch_size, dataloader_num_workers, group_by_length, seed)"
+    "give Trainer(train_dataset=, data_collator=), with Trainer(train_sampler=) for another order, a DataLoader as "
+    "train_dataset, or ReadyBatches of a loader that makes whole batches; batch size, workers and the order of samples "
+    "are in TrainingArguments (per_device_train_batch_size, dataloader_num_workers, shuffle, group_by_length, seed)"
 )
 _EVAL_DATA = (
-    "give Trainer(eval_dataset=), one dataset or a dict of several, or predict(dataset); the batch size is "
-    "TrainingArguments(per_device_eval_batch_size=)"
+    "give Trainer(eval_dataset=), a dataset, a DataLoader or a dict of several, with Trainer(eval_data_collator=), or "
+    "predict(dataset); the batch size is TrainingArguments(per_device_eval_batch_size=)"
 )
 _EVALUATION = (
     "give Trainer(metrics=) or Trainer(compute_metrics=) for the metrics, Trainer(compute_loss=) for the loss, and a "
     "Callback with on_evaluate for what follows an evaluation"
 )
+_PREDICTIONS = (
+    "give Trainer(preprocess_logits_for_metrics=) for what metrics get of the outputs, return (loss, outputs) from "
+    "Trainer(compute_loss=) for other outputs, set TrainingArguments(label_names=) for other labels, and "
+    "TrainingArguments(predict_with_generate=True) for generated texts"
+)
 _COLLATING = "give Trainer(data_collator=) for what a batch holds; a Strategy's to_device moves it"
+_COLUMNS = "set TrainingArguments(remove_unused_columns=False) to keep all columns, and give Trainer(data_collator=)"
 _OPTIMIZER = "give Trainer(optimizer=), made with the parameter groups that you want, or TrainingArguments(optim=)"
-_SCHEDULER = "give Trainer(lr_scheduler=), a scheduler of optimizer= or a function that makes one from an optimizer"
+_SCHEDULER = (
+    "give Trainer(lr_scheduler=), a scheduler of optimizer= or a function that makes one from an optimizer; "
+    "trainer.run.total_steps is the number of steps when the function is called"
+)
+_BOTH = "give Trainer(optimizer=, lr_scheduler=); the schedule may be a function that makes one from an optimizer"
 _RATE = "each record has learning_rate; trainer.run.optimizer.param_groups and trainer.run.lr_scheduler hold the rest"
 _RECORDS = (
-    "give a Callback: its metrics(run) adds numbers to each record, its on_log(run, record) and on_evaluate(run, "
-    "metrics) get what is logged"
+    "call log_mean(name, value) in the model or compute_loss for a mean over the steps, or return a dict with 'loss' "
+    "and its parts; a Callback's metrics(run) adds numbers to each record, and its on_log(run, record) and "
+    "on_evaluate(run, metrics) get what is logged"
 )
 _METRICS = "log_metrics(split, metrics) prints them"
 _SAVING = (
     "put objects with state_dict and load_state_dict into run.stateful to have them in each checkpoint, or give a "
-    "Callback with on_save or state_dict"
+    "Callback with state_dict, or with on_save for files of its own: on_save comes when the files of a checkpoint are "
+    "written, maybe some steps later, unless async_save=False"
 )
 _LOADING = (
     "train(resume_from_checkpoint=) restores what a checkpoint holds; a Callback with load_state_dict, or an object in "
@@ -80,17 +93,18 @@ _BY_REPLACEMENT = {
     _DATA: "get_train_dataloader _get_dataloader _get_train_sampler train_dataset num_examples",
     _EVAL_DATA: "get_eval_dataloader get_test_dataloader _get_eval_sampler eval_dataset _eval_dataloaders",
     _EVALUATION: (
-        "evaluate evaluation_loop prediction_loop prediction_step _evaluate _nested_gather _pad_across_processes "
-        "gather_function preprocess_logits_for_metrics label_names compute_metrics metrics compute_objective"
+        "evaluate evaluation_loop prediction_loop _evaluate _nested_gather _pad_across_processes gather_function "
+        "compute_metrics metrics compute_objective"
     ),
-    _COLLATING: (
-        "data_collator collate _prepare_input _prepare_inputs _get_collator_with_removed_columns "
-        "_remove_unused_columns _set_signature_columns_if_needed _signature_columns"
+    _PREDICTIONS: "prediction_step preprocess_logits_for_metrics label_names",
+    _COLLATING: "data_collator collate _prepare_input _prepare_inputs",
+    _COLUMNS: (
+        "_get_collator_with_removed_columns _remove_unused_columns _set_signature_columns_if_needed _signature_columns"
     ),
     _OPTIMIZER: (
-        "optimizer create_optimizer create_optimizer_and_scheduler get_optimizer_cls_and_kwargs "
-        "optimizer_cls_and_kwargs get_decay_parameter_names"
+        "optimizer create_optimizer get_optimizer_cls_and_kwargs optimizer_cls_and_kwargs get_decay_parameter_names"
     ),
+    _BOTH: "create_optimizer_and_scheduler",
     _SCHEDULER: "lr_scheduler create_scheduler _created_lr_scheduler",
     _RATE: "_get_learning_rate get_learning_rates get_optimizer_group",
     _RECORDS: "log _loggers_initialized",
@@ -138,7 +152,7 @@ REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() fo
 _OWN_METHODS = frozenset(
     {
         "evaluate", "save_model", "model", "processing_class", "train_dataset", "eval_dataset", "optimizer",
-        "lr_scheduler",
+        "lr_scheduler", "metrics",
     }
 )  # fmt: skip
 """Names of `REPLACEMENTS` that the Trainer has here too: those of a subclass are not called in training."""
@@ -150,6 +164,15 @@ _OWN_ATTRIBUTES = frozenset(
     }
 )  # fmt: skip
 """Names of `REPLACEMENTS` that trainer_kit's Trainer sets, and reads when `train` is called."""
+
+_FREE_ATTRIBUTES = frozenset({"end", "num_tokens", "objective"})
+"""Names of `REPLACEMENTS` that are methods of transformers' Trainer; a subclass may call data of its own so."""
+
+_FIXED = {
+    "events": "the callbacks",
+    "run": "the model, the strategy and the state of the run",
+}
+"""Attributes that a made Trainer keeps, and what they hold."""
 
 
 def check_class(kind: type, base: type) -> None:
@@ -167,7 +190,7 @@ def check_class(kind: type, base: type) -> None:
     found = {}
     for name in REPLACEMENTS:
         owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if owner is not None and not (owner in base.__mro__ and name in _OWN_METHODS):
+        if owner is not None and not (name in _OWN_METHODS and owner in base.__mro__ and _is_own(vars(owner)[name])):
             found[name] = "" if owner is kind else f" (in {owner.__name__})"
     if found:
         defined = ", ".join(f"{name}{place}" for name, place in found.items())
@@ -175,17 +198,26 @@ def check_class(kind: type, base: type) -> None:
         raise TypeError(f"{kind.__name__} defines {defined}, which training here does not call: {todo}")
 
 
-def check_attribute(kind: type, name: str) -> None:
-    """Refuse an attribute of a Trainer that training would not read.
+def _is_own(method: Any) -> bool:
+    """Return whether a method or property is trainer_kit's, and not one that a program has put in its place."""
+    function = method.fget if isinstance(method, property) else method
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "trainer_kit"
+
+
+def check_attribute(kind: type, name: str, is_made: bool) -> None:
+    """Refuse an attribute of a Trainer that training would not read, or that it could not do without.
 
     Args:
         kind: Class of the Trainer.
         name: Name of the attribute that is set.
+        is_made: Whether the Trainer's constructor has run.
 
     Raises:
-        AttributeError: If only transformers' Trainer has the attribute.
+        AttributeError: If only transformers' Trainer has the attribute, or it holds a part of the Trainer.
     """
-    if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES:
+    if is_made and name in _FIXED:
+        raise AttributeError(f"{kind.__name__}.{name} is set, which holds {_FIXED[name]}; choose another name")
+    if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES | _FREE_ATTRIBUTES:
         raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
 
 

@@ -7,10 +7,21 @@ from collections.abc import Iterable
 import torch
 
 
+def parameters_by_all_names(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return each parameter with its name; tied parameters have several.
+
+    A class may override `named_parameters` without its option for this, as torchrl's losses do.
+    """
+    try:
+        return [*model.named_parameters(remove_duplicate=False)]
+    except TypeError:
+        return [*torch.nn.Module.named_parameters(model, remove_duplicate=False)]
+
+
 def names_by_parameter(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     """Return all names of each parameter; tied parameters have several."""
     names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_by_all_names(model):
         names.setdefault(parameter, []).append(name)
     return names
 

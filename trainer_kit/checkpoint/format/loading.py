@@ -27,6 +27,7 @@ from trainer_kit.errors import CheckpointError
 from trainer_kit.utils.box import Part, Placement, unsharded
 from trainer_kit.utils.own_loading import EXTRA_STATE, prefixes_of_own_loading
 from trainer_kit.utils.pytree import repeated_dimensions
+from trainer_kit.utils.tied_parameters import parameters_by_all_names
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.vectors import as_bytes
 from trainer_kit.utils.wrappers import model_class, without_wrappers
@@ -82,7 +83,7 @@ def _places(
 ) -> list[tuple[torch.nn.Module | torch.Tensor, torch.device]]:
     """Return the parts of the model with their devices, outer parts before inner ones."""
     devices = device_map if isinstance(device_map, Mapping) else {"": device_map}
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    tensors = dict([*parameters_by_all_names(model), *model.named_buffers(remove_duplicate=False)])
     parts: dict[str, torch.nn.Module | torch.Tensor] = {**dict(model.named_modules(remove_duplicate=False)), **tensors}
     kind, places = model_class(model).__name__, []
     for name, device in sorted(devices.items(), key=lambda item: len(item[0])):

@@ -42,7 +42,7 @@ def why_not_pretrained(model: torch.nn.Module) -> str | None:
     if not is_transformers_model(model):
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             return f"{kind} is no transformers model, although it has the configuration of one"
-        own = next((name for name in ("save_pretrained", "save") if hasattr(model, name)), None)
+        own = next((name for name in ("save_pretrained", "save") if callable(getattr(model, name, None))), None)
         return f"{kind} has a format of its own, which its {own} writes" if own else None
     expected = _expected(model)
     if expected is None:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer_kit.utils.module_patterns import outermost_matches, prefixes
 from trainer_kit.utils.repeated_blocks import can_be_block, repeated_blocks
+from trainer_kit.utils.tied_parameters import parameters_by_all_names
 from trainer_kit.utils.units import format_size, join_names
 
 
@@ -146,7 +147,7 @@ def _input_embedding(model: nn.Module) -> nn.Module | None:
     if not isinstance(embedding, nn.Module) or not can_be_block(embedding):
         return None
     own = {*embedding.parameters()}
-    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own]
+    names = [name for name, parameter in parameters_by_all_names(model) if parameter in own]
     return embedding if len(names) == len(own) else None
 
 
@@ -186,7 +187,7 @@ def _places(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_by_all_names(model):
         unit = next((modules[outer] for outer in prefixes(name) if modules[outer] in units), model)
         places.setdefault(parameter, {}).setdefault(unit, name)
     return places
