@@ -20,6 +20,12 @@ def test_only_the_outermost_lists_of_one_class_count() -> None:
     assert [*repeated_blocks(nn.ModuleList([nn.Linear(2, 2)]))] == []
 
 
+def test_lists_in_a_list_stand_for_their_modules() -> None:
+    rows = [nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Identity()]) for _ in range(2)]
+    assert [*repeated_blocks(nn.ModuleList(rows))] == [*rows[0]][:2] + [*rows[1]][:2]
+    assert [*repeated_blocks(nn.ModuleList([rows[0], nn.ModuleList([nn.Linear(2, 2)])]))] == []
+
+
 def test_a_block_has_parameters_and_a_forward_pass() -> None:
     assert can_be_block(nn.Linear(2, 2))
     assert not can_be_block(nn.Tanh())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from torch import nn
 
@@ -10,15 +11,18 @@ from torch import nn
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of each outermost `ModuleList` or `Sequential` of at least two modules of one class.
 
+    In place of a `ModuleList` in it, which is never called, come its own children.
+
     Args:
         module: The model. Its blocks have parameters and a forward pass.
     """
-    children = [*module.children()]
+    rows = [[*child] if type(child) is nn.ModuleList else [child] for child in module.children()]
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if is_list and len(children) > 1 and len(set(map(type, children))) == 1 and all(map(can_be_block, children)):
-        yield from children
+    blocks = [[each for each in row if can_be_block(each)] for row in rows]
+    if is_list and len(rows) > 1 and len({tuple(map(type, row)) for row in rows}) == 1 and all(blocks):
+        yield from chain.from_iterable(blocks)
         return
-    for child in children:
+    for child in module.children():
         yield from repeated_blocks(child)
 
 
