@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks processes that train"),
 ]
 
-KILLS = {(1, "ddp"): 60, (2, "ddp"): 40, (4, "fsdp"): 12}  # by ranks and strategy
+KILLS = {(1, "ddp"): 40, (2, "ddp"): 40, (4, "fsdp"): 12}  # by ranks and strategy
 LIMIT = 600
 
 
