@@ -117,4 +117,4 @@ def test_a_step_makes_no_more_calls_than_before() -> None:
 
 if __name__ == "__main__":
     by_trainer(1, cProfile.Profile())
-    print(calls(by_trainer))
+    print(min(calls(by_trainer) for _ in range(2)))  # on a busy machine what depends on time adds some

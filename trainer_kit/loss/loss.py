@@ -323,17 +323,19 @@ def found_loss(output: Any) -> torch.Tensor | None:
     The loss of a dict that holds nothing but losses, such as those of detection models, is their sum. What is called
     `loss` may be of shape [1], as models for torch's DataParallel return it.
     """
+    is_named = True
     if type(output) is dict or isinstance(output, Mapping):
-        loss = _named_loss(output["loss"]) if "loss" in output else _summed(output)
+        loss = output["loss"] if "loss" in output else _summed(output)
     elif isinstance(output, (tuple, list)) and "loss" not in getattr(output, "_fields", ()):
-        loss = output[0] if output else None
+        loss, is_named = output[0] if output else None, False
     else:
-        loss = output if isinstance(output, torch.Tensor) else _named_loss(getattr(output, "loss", None))
-    return loss if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
-
-
-def _named_loss(loss: Any) -> Any:
-    return loss[0] if isinstance(loss, torch.Tensor) and loss.shape == (1,) else loss
+        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        is_named = loss is not output
+    if not isinstance(loss, torch.Tensor):
+        return None
+    if loss.ndim:
+        return loss[0] if is_named and loss.shape == (1,) else None
+    return loss
 
 
 def _summed(losses: Mapping[Any, Any]) -> torch.Tensor | None:
