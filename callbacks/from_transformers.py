@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
 from trainer_kit.config.event_schedule import steps_between
+from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import unflatten_state
 from trainer_kit.utils.wrappers import without_wrappers_and_adapters
 
@@ -38,7 +39,8 @@ def from_transformers(callback: TrainerCallback | type[TrainerCallback]) -> Call
     transformers' estimate, without padding: 6 operations per token and parameter. The control's flags are requests to
     the loop: those of what is due are set, and a hook may set or clear them. Numbers that a hook adds to logs or to
     metrics are kept, but `metric_for_best_model` cannot name them. `on_prediction_step` and `on_push_begin` are never
-    called. A callback that sets `should_epoch_stop` raises an error.
+    called. A callback that sets `should_epoch_stop` raises an error. The model is in evaluation mode in `on_evaluate`,
+    `on_predict`, `on_save` and `on_train_end`, as after an evaluation of transformers.
 
     Args:
         callback: An instance, or a class that needs no arguments.
@@ -105,12 +107,14 @@ class _Adapter(Callback):
         self._log(run, record)
 
     def on_evaluate(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._log(run, metrics)
-        self._call_with_numbers("on_evaluate", run, "metrics", metrics, {**metrics, "epoch": run.state.epochs})
+        with evaluating(run.model):
+            self._log(run, metrics)
+            self._call_with_numbers("on_evaluate", run, "metrics", metrics, {**metrics, "epoch": run.state.epochs})
         self._set_best(run.state)
 
     def on_predict(self, run: Run, metrics: dict[str, Any]) -> None:
-        self._call_with_numbers("on_predict", run, "metrics", metrics, metrics)
+        with evaluating(run.model):
+            self._call_with_numbers("on_predict", run, "metrics", metrics, metrics)
 
     def on_rollback(self, run: Run, directory: Path) -> None:
         self._set_best(run.state)
@@ -121,13 +125,15 @@ class _Adapter(Callback):
         if self._listens_to("on_save"):
             counters = _counters_of(run, directory)
             self._set_best(counters)
-            self._call("on_save", run, counters)
+            with evaluating(run.model):
+                self._call("on_save", run, counters)
             self._set_best(run.state)
 
     def on_train_end(self, run: Run, metrics: dict[str, Any] | None) -> None:
-        if metrics is not None:
-            self._log(run, metrics)
-        self._call("on_train_end", run)
+        with evaluating(run.model):
+            if metrics is not None:
+                self._log(run, metrics)
+            self._call("on_train_end", run)
 
     def state_dict(self) -> dict[str, Any]:
         from transformers.trainer_callback import ExportableState

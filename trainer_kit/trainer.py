@@ -133,7 +133,7 @@ class Trainer(ResultMethods):
     if not TYPE_CHECKING:  # a visible __setattr__ would let a type checker accept every attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
-            check_attribute(type(self), name, is_made="run" in vars(self))
+            check_attribute(self, name, value)
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kit.disks import fill, small_disk
 from kit.static_shapes import Static
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -642,9 +643,16 @@ def test_a_log_whose_last_line_is_cut_goes_on(tmp_path: Path) -> None:
 def test_what_tensorboard_cannot_show_is_named(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("demo")
-    with pytest.raises(TypeError, match=r"'weights' is a Tensor of shape \(3,\) .*; give a number"):
-        accelerator.log({"weights": torch.ones(3)})
+    with pytest.warns(UserWarning, match=r"leaves out .*'weights' is a Tensor of shape \(3,\)"):
+        accelerator.log({"weights": torch.ones(3), "loss": torch.tensor(2.0)}, step=1)
+    with pytest.warns(UserWarning, match="leaves out .*'decay' is None"):
+        accelerator.log({"weights": torch.ones(3), "decay": None}, step=2)
+    tracker = accelerator.trackers[0]
+    assert tracker.writer is tracker.tracker
     accelerator.end_training()
+    (file,) = (tmp_path / "demo").glob("events.*")
+    events = LegacyEventFileLoader(str(file)).Load()
+    assert [event.summary.value[0].tag for event in events if event.summary.value] == ["loss"]
 
 
 def test_every_tracker_gets_plain_numbers(tmp_path: Path) -> None:

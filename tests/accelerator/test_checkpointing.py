@@ -590,3 +590,17 @@ def test_a_state_of_lbfgs_comes_back(tmp_path: Path) -> None:
     for each in (first, second):
         step(*each)
     assert torch.equal(first[1].weight, second[1].weight)
+
+
+def test_a_resume_does_not_see_what_a_save_hook_drew(tmp_path: Path) -> None:
+    def drawn(resumes: bool) -> list[float]:
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+        accelerator.prepare(nn.Linear(2, 1))
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.rand(3))
+        if resumes:
+            accelerator.load_state(str(tmp_path / "state"))
+        else:
+            accelerator.save_state(str(tmp_path / "state"))
+        return torch.rand(4).tolist()  # type: ignore[no-any-return]
+
+    assert drawn(False) == drawn(True)

@@ -121,3 +121,7 @@ def test_the_guide_names_what_is_left_out() -> None:
     assert not {
         name for name in names - {"function", "num_steps"} if f"`{name}`" not in guide and f"`{name}=" not in guide
     }
+
+
+def test_scripts_see_the_version_whose_names_these_are() -> None:
+    assert accelerate.__version__ == trainer_kit.accelerator.__version__

@@ -249,6 +249,29 @@ def test_a_late_save_has_the_step_of_its_checkpoint(make_run: Callable[..., Run]
     assert [(name, step) for name, step, _ in callback.calls] == [("on_save", 5), ("on_epoch_end", 7)]
 
 
+def test_the_model_is_in_evaluation_mode_where_theirs_is(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    modes: dict[str, bool] = {}
+
+    def look(hook: str) -> Any:
+        return lambda self, args, state, control, model, **others: modes.update({hook: model.training})
+
+    hooks = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
+    kind: Any = type("Looks", (TrainerCallback,), {hook: look(hook) for hook in hooks})
+    run, callback = make_run(), from_transformers(kind())
+    run.model.train()
+    callback.on_init_end(run)
+    callback.on_train_begin(run)
+    callback.on_step_end(run)
+    callback.on_log(run, {"step": 1, "epoch": 0.5, "loss": 1.0})
+    assert modes == {"on_step_end": True, "on_log": True}
+    callback.on_evaluate(run, {"eval_loss": 1.0})
+    callback.on_predict(run, {})
+    callback.on_save(run, tmp_path / "checkpoint-1")
+    callback.on_train_end(run, None)
+    assert modes == dict.fromkeys(hooks, False) | {"on_step_end": True}
+    assert run.model.training
+
+
 def test_a_callback_that_needs_their_trainer_is_refused() -> None:
     callback = Recorder()
     callback._log_model = WandbLogModel.CHECKPOINT  # type: ignore[attr-defined]

@@ -153,3 +153,7 @@ def test_a_resume_with_another_metric_forgets_the_best(
     assert (by_greater.run.state.best_metric, by_greater.run.state.best_step) == (15.0, 5)
     if plateau:
         assert (by_greater.run.lr_scheduler.best, by_greater.run.lr_scheduler.mode) == (15.0, "max")
+        return  # which has a metric always
+    train(6)
+    found = train(7, metric_for_best_model="loss").run.state
+    assert found.best_step == 7

@@ -104,6 +104,20 @@ def test_a_loss_that_pops_the_labels_leaves_them_to_the_metrics(tmp_path: Any, n
     np.testing.assert_array_equal(found.label_ids, labels.numpy())
 
 
+def test_a_loss_may_make_the_labels_of_the_metrics(tmp_path: Any) -> None:
+    def making(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        batch["labels"] = (batch["x"][:, 0] > 0).long()
+        output = model(**batch)
+        return output["loss"], output
+
+    def compare(given: EvalPrediction) -> dict[str, Any]:
+        return {"same": (given.label_ids == labels.numpy()).all()}
+
+    labels = (torch.stack([each["x"] for each in samples()])[:, 0] > 0).long()
+    trainer = make_trainer(tmp_path, compute_loss=making, compute_metrics=compare)
+    assert trainer.evaluate(samples(labels=False))["eval_same"]
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_predictions_come_once_each_in_order(length: int, batch_size: int, seed: int) -> None:

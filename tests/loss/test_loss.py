@@ -310,6 +310,29 @@ def test_two_scalars_for_one_sample_may_mean_two_things(tmp_path: Any) -> None:
     assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_count_may_be_a_sum_of_weights(tmp_path: Any, batch_size: int, learned: bool) -> None:
+    if learned and batch_size == 1:
+        pytest.skip("an output may look like this")
+    weights = nn.Parameter(torch.tensor([0.3, 0.45], dtype=torch.float64), requires_grad=learned)
+
+    def weighted(model: nn.Module, batch: Any) -> Any:
+        each = weights[batch["labels"]]
+        losses = F.cross_entropy(model.layer(batch["x"]), batch["labels"], reduction="none")  # type: ignore[operator]
+        return (losses * each).sum(), each.sum()
+
+    trainer, recorder = make_trainer(
+        Points(), str(tmp_path), points([0, 1]), compute_loss=weighted, gradient_accumulation_steps=2 // batch_size,
+        per_device_train_batch_size=batch_size, shuffle=False,
+    )  # fmt: skip
+    trainer.train()
+    logits = torch.stack([trainer.model.layer(each["x"]) for each in points([0, 1])])  # type: ignore[operator]
+    losses = F.cross_entropy(logits, torch.tensor([0, 1]), reduction="none")
+    expected = (losses * weights).sum() / weights.sum()
+    assert recorder.losses == pytest.approx([expected.item()])
+
+
 # What is said of a mistake
 
 

@@ -6,7 +6,6 @@ accelerate's other names are where it has them: in `trainer_kit.accelerator.util
 
 from typing import Any
 
-from trainer_kit._version import __version__
 from trainer_kit.accelerator import foreign_names
 from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.big_modeling import init_empty_weights, init_on_device, load_checkpoint_and_dispatch
@@ -34,6 +33,9 @@ from trainer_kit.accelerator.utils.random import set_seed, synchronize_rng_state
 from trainer_kit.accelerator.wrappers import PreparedOptimizer, PreparedScheduler
 from trainer_kit.checkpoint import load_checkpoint_in_model
 from trainer_kit.launch.notebook import notebook_launcher
+
+__version__ = "1.15.0"
+"""Version of accelerate whose names these are, since scripts compare it."""
 
 __all__ = [
     "Accelerator",

@@ -135,11 +135,11 @@ class Checkpointing(StateHooks, ModelSaving):
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
         target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
-        models, states = [self.strategy.model_state(model) for model in self._prepared.models], self._states()
+        models = [self.strategy.model_state(model) for model in self._prepared.models]
         if not self._save_hooks:
-            directory = self._write_together(target, given is None, models, states)
+            directory = self._write_together(target, given is None, models, self._states())
         else:
-            directory = self._write_with_hooks(target, given is None, models, states)
+            directory = self._write_with_hooks(target, given is None, models)
         self.strategy.collectives.on_main(lambda: self._prune(directory, given is None))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
@@ -280,15 +280,16 @@ class Checkpointing(StateHooks, ModelSaving):
             check_replaceable(given)
         return given
 
-    def _write_with_hooks(self, target: Path, is_numbered: bool, models: list[Any], states: dict[str, Any]) -> Path:
-        """Call the hooks with the whole states, and write the checkpoint on the main process. Collective."""
-        models, states = self.strategy.sharding.collect_on_main((models, states))
+    def _write_with_hooks(self, target: Path, is_numbered: bool, models: list[Any]) -> Path:
+        """Call the hooks with the whole models, and write the checkpoint on the main process. Collective."""
+        models = self.strategy.sharding.collect_on_main(models)
         before = [*models]
         written = self.strategy.collectives.on_main(lambda: open_hook_folder(target))
         try:
             for hook in self._save_hooks.values():
                 hook([*self._prepared.models], models, str(written))
             self.wait_for_everyone()  # their files are part of the checkpoint
+            states = self.strategy.sharding.collect_on_main(self._states())  # hooks may draw random numbers
             directory = self.strategy.collectives.on_main(
                 lambda: write_checkpoint(
                     target.parent,

@@ -246,11 +246,15 @@ def read_counted(args: TrainingArguments, directory: Path) -> dict[str, Any]:
 
 
 def _is_judged_otherwise(args: TrainingArguments, saved: Mapping[str, Any]) -> bool:
-    """Return whether another metric chooses the best checkpoint than the saved arguments say."""
-    if args.metric_for_best_model is None:
-        return False
-    before = saved["metric_for_best_model"] or "eval_loss", bool(saved["greater_is_better"])
-    return before != (args.metric_for_best_model, args.greater_is_better)
+    """Return whether another metric chooses the best checkpoint than the saved arguments say, if any did."""
+    now = args.metric_for_best_model, args.greater_is_better
+    return now[0] is not None and now != (saved["metric_for_best_model"], saved["greater_is_better"])
+
+
+def _steps_plateau_otherwise(args: TrainingArguments, saved: Mapping[str, Any]) -> bool:
+    """Return whether a `ReduceLROnPlateau` steps with another metric than the saved arguments say."""
+    now = args.metric_for_best_model or "eval_loss", bool(args.greater_is_better)
+    return now != (saved["metric_for_best_model"] or "eval_loss", bool(saved["greater_is_better"]))
 
 
 def load_scheduler(run: Run, directory: Path) -> None:
@@ -266,7 +270,7 @@ def load_scheduler(run: Run, directory: Path) -> None:
     scheduler = run.lr_scheduler
     try:
         state = read_state(directory, "lr_scheduler") or {}
-        if isinstance(scheduler, ReduceLROnPlateau) and _is_judged_otherwise(run.args, read_arguments(directory)):
+        if isinstance(scheduler, ReduceLROnPlateau) and _steps_plateau_otherwise(run.args, read_arguments(directory)):
             state |= {name: getattr(scheduler, name) for name in _OF_THE_PLATEAU}
         scheduler.load_state_dict(state)
         if isinstance(scheduler, LambdaLR):  # the saved rate follows the old schedule length

@@ -115,7 +115,8 @@ class ArgumentSources(_Base):
             ValueError: If a value is not allowed.
         """
         made = cls.from_dict(settings_of(hf_args, {field.name for field in dataclasses.fields(cls)}))
-        vars(made).update({**added_by_user(hf_args), **vars(made)})
+        added = {name: value for name, value in added_by_user(hf_args).items() if not hasattr(made, name)}
+        vars(made).update(added)
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -340,7 +340,9 @@ _SET_BY_TRANSFORMERS = {
 def added_by_user(hf_args: Any) -> dict[str, Any]:
     """Return what a subclass or a script adds to transformers' `TrainingArguments`, for the user's own code."""
     theirs = {field.name for field in dataclasses.fields(_class_of_transformers(hf_args))} | _SET_BY_TRANSFORMERS
-    return {name: value for name, value in vars(hf_args).items() if name not in theirs and not name.startswith("_")}
+    names = {name for name in vars(hf_args) if not name.startswith("_")}
+    names |= {field.name for field in dataclasses.fields(hf_args)}
+    return {name: getattr(hf_args, name) for name in sorted(names - theirs)}
 
 
 def _class_of_transformers(hf_args: Any) -> Any:

@@ -292,9 +292,10 @@ class Evaluator:
         # workers or processes.
         of_all = number * strategy.collectives.readers + strategy.collectives.reader
         strategy.seed(mix(args.seed, -1, of_all))
-        # Before the pass: a compute_loss may pop them.
-        labels = self._targets(host_batch if strategy.static_shapes else batch) if wanted.predictions else None
+        labelled = host_batch if strategy.static_shapes else batch
+        labels = self._targets(labelled) if wanted.predictions else None  # before a compute_loss pops them
         both, value = self._predictions(batch, counts, totals, with_loss, wanted)
+        labels = self._targets(labelled) if labels is None and wanted.predictions else labels  # it may make some
         predictions, outputs = strategy.collectives.unshard(both) if wanted.predictions else (None, None)
         strategy.device_info.mark_step()
         needs_inputs = "inputs" in args.include_for_metrics and wanted.predictions

@@ -9,9 +9,6 @@ from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.vectors import as_bytes
 
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types of whole numbers by their bytes."""
-
 
 class Replicas:
     """The weights of a run, of which each process has a copy.
@@ -25,7 +22,7 @@ class Replicas:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._are_compared = True
+        self._has_warned = False
 
     def warn_if_different(self) -> None:
         """Warn once of trainable parameters that differ between the processes. Collective.
@@ -34,7 +31,7 @@ class Replicas:
         """
         run, strategy = self.run, self.run.strategy
         collectives = strategy.collectives
-        if collectives.is_alone or strategy.sharding.is_active or strategy.static_shapes or not self._are_compared:
+        if collectives.is_alone or strategy.sharding.is_active or strategy.static_shapes:
             return
         left_out = getattr(run.model, "_ddp_params_and_buffers_to_ignore", ())  # torch's name
         named = {
@@ -45,20 +42,29 @@ class Replicas:
         digests = _digests([*named.values()])
         if len({*collectives.gather_object(hash((len(digests), *digests)))}) == 1:
             return
-        self._are_compared = False
         found = collectives.gather_object(dict(zip(named, digests, strict=True)))
-        if strategy.is_main:
+        if strategy.is_main and not self._has_warned:
+            self._has_warned = True
             names = dict.fromkeys(name for each in found for name in each)
             different = [name for name in names if len({each.get(name) for each in found}) > 1]
             warn(
                 f"the processes train different weights: {join_names(different)} differ at step {run.state.step}, and "
                 "checkpoints hold those of the main process; something sets them in each process on its own, such as a "
-                "layer in its first forward pass or a callback; set them before the training, or by the same seed and "
-                "data in all processes"
+                "layer in its first forward pass or a callback, or unlike processors round differently; set them "
+                "before the training, or by the same seed and data in all processes"
             )
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[int]:
-    """Return the sum of each tensor's elements as whole numbers; waits for the device once."""
-    sums = [as_bytes(each).view(_WHOLE[min(8, each.element_size())]).sum(dtype=torch.int64) for each in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    """Return the sum of each tensor's bytes, by eight as whole numbers; waits for the device once."""
+    sums = [each.to(tensors[0].device) for tensor in tensors for each in _sums(tensor)]
+    found: list[int] = torch.stack(sums).reshape(-1, 2).sum(1).tolist() if sums else []
+    return found
+
+
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of a tensor's whole eights of bytes, which takes no memory, and of the bytes left."""
+    content = as_bytes(tensor)
+    content = content.clone() if content.storage_offset() % 8 else content
+    whole = len(content) // 8 * 8
+    return content[:whole].view(torch.int64).sum(), content[whole:].sum()

@@ -46,7 +46,7 @@ class ResultMethods:
 
     @args.setter
     def args(self, args: Any) -> None:
-        if "run" in vars(self) and args is not self.run.args:
+        if args is not self.run.args:
             raise AttributeError(
                 f"{type(self).__name__}.args is set, but holds the arguments of the run; change its fields, or make "
                 "another Trainer"
@@ -55,11 +55,11 @@ class ResultMethods:
     @property
     def metrics(self) -> dict[str, Metric]:
         """The streaming metrics by name."""
-        return self._metrics
+        return self._streaming_metrics
 
     @metrics.setter
     def metrics(self, metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None) -> None:
-        self._metrics = metrics_by_name(metrics)
+        self._streaming_metrics = metrics_by_name(metrics)
 
     @property
     def model(self) -> torch.nn.Module:

@@ -153,18 +153,18 @@ class Loss:
         """
         if not isinstance(last, torch.Tensor) or last.ndim:
             return hasattr(last, "logits") or next(tensors(last), None) is not None
-        if follows_count or last.requires_grad:
-            return True
-        if not last.is_floating_point() or rows_of(batch) != 1:
+        if rows_of(batch) != 1 or follows_count:
+            return follows_count and rows_of(batch) == 1
+        if self.returns_sum_and_count is not None:
+            return not self.returns_sum_and_count
+        if torch.is_grad_enabled() or not last.is_floating_point():
+            return last.requires_grad
+        if float(last).is_integer():  # as a count of tokens is
             return False
-        if self.returns_sum_and_count is None:
-            if float(last).is_integer():  # as hardly any output is
-                return False
-            raise ValueError(
-                "compute_loss returned two scalars for a batch of one sample, and the second may be a count or the "
-                "model's output; return a count as a number, or an output with one row for each sample"
-            )
-        return not self.returns_sum_and_count
+        raise ValueError(
+            "compute_loss returned two scalars for a batch of one sample, and the second may be a count or the model's "
+            "output; return a count as a number, or an output with one row for each sample"
+        )
 
     def _trainable(self, loss: torch.Tensor) -> torch.Tensor:
         if loss.requires_grad or not torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer_kit.config.checkpointing_options import CheckpointingOptions
 from trainer_kit.strategies.recomputation import SLOW, Context, Recomputation, differing
 from trainer_kit.utils.module_patterns import outermost_matches, prefixes
-from trainer_kit.utils.repeated_blocks import repeated_blocks
+from trainer_kit.utils.repeated_blocks import blocks_in_rows, repeated_blocks
 from trainer_kit.utils.transformers_models import place_of_use_cache
 from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
@@ -158,7 +158,7 @@ def watching_kept_results(observer: Callable[[Any], None]) -> Iterator[None]:
 
 def _chosen(model: nn.Module, options: CheckpointingOptions) -> list[nn.Module]:
     if options.modules is None:
-        found = [*repeated_blocks(model)]
+        found = [*repeated_blocks(model)] or [*blocks_in_rows(model)]
         if not found:
             raise ValueError(
                 f"gradient_checkpointing finds no block that {model_class(model).__name__} repeats (a ModuleList or "

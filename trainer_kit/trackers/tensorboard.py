@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from trainer_kit.strategies.scalars import as_scalar
 from trainer_kit.trackers.tracker import Tracker
 from trainer_kit.utils.event_file import summary_writer
+from trainer_kit.utils.user_warnings import warn
 from trainer_kit.utils.write_errors import WriteErrors
 
 
@@ -31,10 +31,16 @@ class TensorBoardTracker(Tracker):
     def __init__(self, project: str | None = None, logging_dir: str | os.PathLike[str] = ".", **options: Any) -> None:
         super().__init__(project, **options)
         self.logging_dir = Path(logging_dir)
+        self._left_out: set[str] = set()  # names of values that were no numbers
         self._errors = WriteErrors("the tracker 'tensorboard' could not write", self._reopen)
 
     def start(self) -> None:
         self.tracker = summary_writer(str(self.logging_dir / (self.project or "")), **self.options)
+
+    @property
+    def writer(self) -> Any:
+        """The `SummaryWriter`, by the name that accelerate gives it too."""
+        return self.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         text = json.dumps(values, indent=2, default=str)
@@ -42,27 +48,32 @@ class TensorBoardTracker(Tracker):
         self.tracker.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write one record.
+        """Write one record; a value that is no number, text or mapping of numbers is left out with a warning.
 
         Args:
             values: Numbers, texts or mappings of numbers, by name.
             step: Step of the record; None if it has none.
             kwargs: Further arguments of the writer's methods.
-
-        Raises:
-            TypeError: If a value is neither a number, text nor a mapping of numbers; the message names it.
         """
         with self._errors.warned():
             for name, value in values.items():
                 if isinstance(value, str):
                     self.tracker.add_text(name, value, step, **kwargs)
-                elif isinstance(value, Real):
-                    self.tracker.add_scalar(name, value, step, **kwargs)
                 elif isinstance(value, Mapping):
                     self.tracker.add_scalars(name, value, step, **kwargs)
-                else:
-                    as_scalar(name, value)  # raises the error
+                elif (number := self._number(name, value)) is not None:
+                    self.tracker.add_scalar(name, number, step, **kwargs)
             self.tracker.flush()
+
+    def _number(self, name: str, value: Any) -> Any:
+        """Return a value as a number; None if it is none, of which the first one of its name is warned."""
+        try:
+            return as_scalar(name, value)
+        except TypeError as error:
+            if name not in self._left_out:
+                self._left_out.add(name)
+                warn(f"the tracker 'tensorboard' leaves out what is no number: {error}")
+            return None
 
     def log_images(self, values: Mapping[str, Sequence[Any]], step: int | None = None, **kwargs: Any) -> None:
         """Write batches of images by name, see `SummaryWriter.add_images`."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 
@@ -190,7 +190,7 @@ def check_class(kind: type, base: type) -> None:
     found = {}
     for name in REPLACEMENTS:
         owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if owner is not None and not (name in _OWN_METHODS and owner in base.__mro__ and _is_own(vars(owner)[name])):
+        if owner is not None and not (owner in base.__mro__ and name in _OWN_METHODS):
             found[name] = "" if owner is kind else f" (in {owner.__name__})"
     if found:
         defined = ", ".join(f"{name}{place}" for name, place in found.items())
@@ -198,24 +198,19 @@ def check_class(kind: type, base: type) -> None:
         raise TypeError(f"{kind.__name__} defines {defined}, which training here does not call: {todo}")
 
 
-def _is_own(method: Any) -> bool:
-    """Return whether a method or property is trainer_kit's, and not one that a program has put in its place."""
-    function = method.fget if isinstance(method, property) else method
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "trainer_kit"
-
-
-def check_attribute(kind: type, name: str, is_made: bool) -> None:
+def check_attribute(trainer: object, name: str, value: object) -> None:
     """Refuse an attribute of a Trainer that training would not read, or that it could not do without.
 
     Args:
-        kind: Class of the Trainer.
+        trainer: The Trainer.
         name: Name of the attribute that is set.
-        is_made: Whether the Trainer's constructor has run.
+        value: Its value.
 
     Raises:
         AttributeError: If only transformers' Trainer has the attribute, or it holds a part of the Trainer.
     """
-    if is_made and name in _FIXED:
+    kind, is_made = type(trainer), "_initial" in vars(trainer)
+    if name in _FIXED and is_made and value is not vars(trainer)[name]:
         raise AttributeError(f"{kind.__name__}.{name} is set, which holds {_FIXED[name]}; choose another name")
     if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES | _FREE_ATTRIBUTES:
         raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
