@@ -25,7 +25,7 @@ from trainer_kit.data.collate import Collator
 from trainer_kit.data.peek import first_batch
 from trainer_kit.loop.evaluation_loop import EvaluationLoop, chosen_dataset
 from trainer_kit.loop.generation import checked_settings
-from trainer_kit.loop.metrics import Metric
+from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.loop.prediction import PredictionOutput
 from trainer_kit.loop.rank_sync import check_same_start
 from trainer_kit.loop.results import ResultMethods
@@ -180,7 +180,7 @@ class Trainer(ResultMethods):
             warn(f"{setting} has no effect without eval_dataset")
         self.compute_loss, self.compute_metrics = compute_loss, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.metrics = metrics
+        self.metrics = metrics_by_name(metrics)
         self._given_optimizer, self._given_lr_scheduler, self._set_for_next = optimizer, lr_scheduler, set[str]()
         own = checked_callbacks(callbacks)
         self.events = CallbackList([*default_callbacks(args, own), *own])
@@ -283,9 +283,9 @@ class Trainer(ResultMethods):
         probe = self._probe or self._prepare()
         if self._initial.is_late and not to_train:  # a training may have been refused before it loaded the weights
             self._initial.load()
-        loader_config = make_reading(self.args, self.run.strategy, self.eval_collate)
+        parts = make_reading(self.args, self.run.strategy, self.eval_collate), metrics_by_name(self.metrics)
         functions = self.compute_metrics, self.preprocess_logits_for_metrics
-        return EvaluationLoop(self.run, self.events, probe, loader_config, self.metrics, *functions, generation)
+        return EvaluationLoop(self.run, self.events, probe, *parts, *functions, generation)
 
     # Evaluation
 

@@ -168,7 +168,7 @@ def test_the_parts_of_a_trainer_cannot_be_replaced(tmp_path: Path) -> None:
         with pytest.raises(AttributeError, match=sentence):
             Mine(name, value, model=Model(), args=args)
     with pytest.raises(TypeError, match=r"metrics\['train'\] is a list without update"):
-        Mine("metrics", {"train": []}, model=Model(), args=args)
+        Mine("metrics", {"train": []}, model=Model(), args=args).evaluate([{"x": torch.ones(2)}])
     assert Mine("args", args, model=Model(), args=args).args is args
     assert Mine("objective", "mine", model=Model(), args=args).objective == "mine"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,9 @@ from trainer_kit.utils.units import join_names
 from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
+
+_PATIENCE = 60.0
+"""Seconds after which a wait for other processes is logged."""
 
 PREFIX = "checkpoint_"
 
@@ -132,6 +136,7 @@ class Checkpointing(StateHooks, ModelSaving):
         project = self.project_configuration
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
+        self._wait_for_all("save_state()")
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
         target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
@@ -279,6 +284,19 @@ class Checkpointing(StateHooks, ModelSaving):
         else:
             check_replaceable(given)
         return given
+
+    def _wait_for_all(self, call: str) -> None:
+        """Wait for the other processes, and log it if they do not come. Collective."""
+        if self.strategy.collectives.is_alone:
+            return
+        sentence = "%s has waited for other processes for %g s; call it on all of them, not under is_main_process"
+        timer = threading.Timer(_PATIENCE, logger.warning, [sentence, call, _PATIENCE])
+        timer.daemon = True
+        timer.start()
+        try:
+            self.strategy.barrier()
+        finally:
+            timer.cancel()
 
     def _write_with_hooks(self, target: Path, is_numbered: bool, models: list[Any]) -> Path:
         """Call the hooks with the whole models, and write the checkpoint on the main process. Collective."""

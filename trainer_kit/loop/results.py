@@ -6,7 +6,7 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from trainer_kit.checkpoint.format.disk import write_file
 from trainer_kit.config.arguments import TrainingArguments
-from trainer_kit.loop.metrics import Metric, metrics_by_name
 from trainer_kit.run import Run
 from trainer_kit.utils.run_log import NAME
 
@@ -51,15 +50,6 @@ class ResultMethods:
                 f"{type(self).__name__}.args is set, but holds the arguments of the run; change its fields, or make "
                 "another Trainer"
             )
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        """The streaming metrics by name."""
-        return self._streaming_metrics
-
-    @metrics.setter
-    def metrics(self, metrics: Metric | Iterable[Metric] | Mapping[str, Metric] | None) -> None:
-        self._streaming_metrics = metrics_by_name(metrics)
 
     @property
     def model(self) -> torch.nn.Module:

@@ -355,7 +355,7 @@ class DDP(SingleDevice, Regroupable):
         if is_uncalled and (not self.shapes.by_hand or self._may_train(loss)):
             raise ValueError(
                 "the loss was computed without calling the model itself, so that processes would not exchange its "
-                "gradients; call model(...), in compute_loss too, not a method of it or its parts"
+                "gradients; call model(...) with gradients before backward, not a method of it or its parts"
             )
         with self.group.watched():
             # DistributedDataParallel averages gradients over the processes; this strategy sums them.

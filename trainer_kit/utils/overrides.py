@@ -152,7 +152,7 @@ REPLACEMENTS = {name: sentence for sentence, names in _BY_REPLACEMENT.items() fo
 _OWN_METHODS = frozenset(
     {
         "evaluate", "save_model", "model", "processing_class", "train_dataset", "eval_dataset", "optimizer",
-        "lr_scheduler", "metrics",
+        "lr_scheduler",
     }
 )  # fmt: skip
 """Names of `REPLACEMENTS` that the Trainer has here too: those of a subclass are not called in training."""
