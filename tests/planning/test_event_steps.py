@@ -50,7 +50,7 @@ class Watcher(Callback):
 
 def watched(trainer: Trainer, resume: bool | None = None) -> Watcher:
     watcher = Watcher()
-    vars(trainer)["events"] = CallbackList([*trainer.events.callbacks, watcher])
+    trainer.events = CallbackList([*trainer.events.callbacks, watcher])
     trainer.train(resume)
     return watcher
 

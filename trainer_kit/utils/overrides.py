@@ -172,7 +172,7 @@ _FIXED = {
     "events": "the callbacks",
     "run": "the model, the strategy and the state of the run",
 }
-"""Attributes that a made Trainer keeps, and what they hold."""
+"""Attributes of a made Trainer that no other kind of object may replace, and what they hold."""
 
 
 def check_class(kind: type, base: type) -> None:
@@ -210,7 +210,7 @@ def check_attribute(trainer: object, name: str, value: object) -> None:
         AttributeError: If only transformers' Trainer has the attribute, or it holds a part of the Trainer.
     """
     kind, is_made = type(trainer), "_initial" in vars(trainer)
-    if name in _FIXED and is_made and value is not vars(trainer)[name]:
+    if name in _FIXED and is_made and not isinstance(value, type(vars(trainer)[name])):
         raise AttributeError(f"{kind.__name__}.{name} is set, which holds {_FIXED[name]}; choose another name")
     if name in REPLACEMENTS and name not in _OWN_ATTRIBUTES | _FREE_ATTRIBUTES:
         raise AttributeError(f"{kind.__name__}.{name} is set, which training here does not read: {REPLACEMENTS[name]}")
