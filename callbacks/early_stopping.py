@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
         self.greater_is_better = greater_is_better
         self.best: float | None = None
         self.failures = 0
-        self._judged_by: tuple[str, bool] | None = None  # of `best`: its metric, and whether a greater one is better
+        self._judged_by: list[str | bool] | None = None  # of `best`: its metric, and whether a greater one is better
 
     def on_train_begin(self, run: Run) -> None:
         if run.args.eval_strategy == "no":
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping watches {name}, but load_best_model_at_end=True loads the best model by {best}; set "
                 f"metric_for_best_model={name!r} for the one by {name}"
             )
-        judged_by = name, self._is_greater_better(run, name)
+        judged_by: list[str | bool] = [name, self._is_greater_better(run, name)]
         if self._judged_by not in (None, judged_by):  # resumed with another metric
             self.best, self.failures = None, 0
         self._judged_by = judged_by
@@ -92,7 +92,7 @@ class EarlyStopping(Callback):
                 _logger.info("early stopping at step %d: %s", run.state.step, run.requests.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "failures": self.failures, "judged_by": self._judged_by and [*self._judged_by]}
+        return {"best": self.best, "failures": self.failures, "judged_by": self._judged_by}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         best, failures = state_dict["best"], state_dict["failures"]
@@ -101,8 +101,7 @@ class EarlyStopping(Callback):
             raise ValueError(f"best={best!r:.40}, failures={failures!r:.40} are no result of evaluations")
         if judged_by is not None and [*map(type, judged_by)] != [str, bool]:
             raise ValueError(f"judged_by={judged_by!r:.60} is not a metric's name and whether a greater one is better")
-        self.best, self.failures = best, failures
-        self._judged_by = None if judged_by is None else (judged_by[0], judged_by[1])
+        self.best, self.failures, self._judged_by = best, failures, judged_by
 
     def _metric(self, run: Run) -> str:
         name = self.metric or run.args.metric_for_best_model or "eval_loss"

@@ -12,7 +12,7 @@ import torch
 from scenarios.task import Net, Noisy, StopAt, Stream, make_trainer
 
 from trainer_kit import Callback, Run, Strategy, Trainer, TrainingArguments
-from trainer_kit.checkpoint import user_states
+from trainer_kit.checkpoint import compatibility, user_states
 from trainer_kit.checkpoint.compatibility import default_request, report_changes
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.data.sampling import Layout
@@ -200,6 +200,23 @@ def test_one_sentence_tells_of_another_layout(
 ) -> None:
     make_trainer(tmp_path, StopAt(STEP), log_level="info").train()
     assert resumed(tmp_path, caplog, **changes) == said
+
+
+def test_a_checkpoint_without_a_state_of_the_schedule_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(steps: int, resumes: bool) -> None:
+        trainer = make_trainer(tmp_path, max_steps=steps)
+        trainer.lr_scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        trainer.train(resume_from_checkpoint=resumes)
+
+    train(2, False)
+    read = compatibility.read_state
+    monkeypatch.setattr(
+        compatibility, "read_state", lambda at, name: None if name == "lr_scheduler" else read(at, name)
+    )
+    with pytest.raises(ValueError, match="does not take the state in"):
+        train(4, True)
 
 
 def test_a_scheduler_of_the_users_own_counts_as_it_likes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

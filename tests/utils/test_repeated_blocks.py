@@ -25,6 +25,7 @@ def test_lists_in_a_list_stand_for_their_modules() -> None:
     model = nn.Sequential(nn.ModuleList(rows))
     assert [*blocks_in_rows(model)] == [*rows[0]][:2] + [*rows[1]][:2]
     assert [*repeated_blocks(model)] == []  # a row is a layer
+    assert [*blocks_in_rows(nn.ModuleList([model, nn.Linear(2, 2)]))] == [*blocks_in_rows(model)]
     rows[1][1] = rows[0][1]
     assert [*blocks_in_rows(model)] == [*[*rows[0]][:2], rows[1][0]]
     assert [*blocks_in_rows(nn.ModuleList([rows[0], nn.ModuleList([nn.Linear(2, 2)])]))] == []

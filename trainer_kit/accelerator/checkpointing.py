@@ -136,7 +136,7 @@ class Checkpointing(StateHooks, ModelSaving):
         project = self.project_configuration
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
-        self._wait_for_all("save_state()")
+        self._wait_for_all()
         self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
         self.strategy.collectives.on_main(self._check_optimizers)
         target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
@@ -285,12 +285,14 @@ class Checkpointing(StateHooks, ModelSaving):
             check_replaceable(given)
         return given
 
-    def _wait_for_all(self, call: str) -> None:
+    def _wait_for_all(self) -> None:
         """Wait for the other processes, and log it if they do not come. Collective."""
         if self.strategy.collectives.is_alone:
             return
-        sentence = "%s has waited for other processes for %g s; call it on all of them, not under is_main_process"
-        timer = threading.Timer(_PATIENCE, logger.warning, [sentence, call, _PATIENCE])
+        sentence = (
+            "save_state() has waited for other processes for %g s; call it on all of them, not under is_main_process"
+        )
+        timer = threading.Timer(_PATIENCE, logger.warning, [sentence, _PATIENCE])
         timer.daemon = True
         timer.start()
         try:

@@ -227,11 +227,12 @@ def fitting_optimizer_state(run: Run, directory: Path, placement: Placement = un
     return state
 
 
-def read_counted(args: TrainingArguments, directory: Path) -> dict[str, Any]:
+def read_judged(args: TrainingArguments, saved: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Read the trainer state to resume from; without what another metric than that of `args` has judged.
 
     Args:
         args: The arguments of the run.
+        saved: The arguments in the checkpoint.
         directory: Folder of the checkpoint.
 
     Raises:
@@ -239,7 +240,7 @@ def read_counted(args: TrainingArguments, directory: Path) -> dict[str, Any]:
     """
     trainer = read_trainer(directory)
     assert trainer is not None
-    if _is_judged_otherwise(args, read_arguments(directory)):
+    if _is_judged_otherwise(args, saved):
         trainer["counters"] |= {"best_metric": None, "best_step": None}
         trainer["committed"] = [[name, number, None] for name, number, _ in trainer["committed"]]
     return trainer
@@ -269,7 +270,7 @@ def load_scheduler(run: Run, directory: Path) -> None:
     """
     scheduler = run.lr_scheduler
     try:
-        state = read_state(directory, "lr_scheduler") or {}
+        state: Any = read_state(directory, "lr_scheduler")
         if isinstance(scheduler, ReduceLROnPlateau) and _steps_plateau_otherwise(run.args, read_arguments(directory)):
             state |= {name: getattr(scheduler, name) for name in _OF_THE_PLATEAU}
         scheduler.load_state_dict(state)

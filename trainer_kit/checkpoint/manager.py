@@ -24,7 +24,7 @@ from trainer_kit.checkpoint.compatibility import (
     find_checkpoint,
     fitting_optimizer_state,
     load_scheduler,
-    read_counted,
+    read_judged,
     read_request,
     report_changes,
 )
@@ -174,9 +174,10 @@ class CheckpointManager:
         if self.resumed_from is None:
             return
         self.source = fetch_verified(run.strategy, self.resumed_from)
-        trainer = read_counted(run.args, self.source)
+        arguments = read_arguments(self.source)
+        trainer = read_judged(run.args, arguments, self.source)
         self.data_state = read_data_state(self.source)
-        self._earlier = (trainer["plan"], read_arguments(self.source))
+        self._earlier = (trainer["plan"], arguments)
         check_same_run(run, trainer, self.data_state, self.resumed_from)
         check_same_order(run, trainer, self.resumed_from)
         run.state.load_state_dict(trainer["counters"])
@@ -298,7 +299,7 @@ class CheckpointManager:
         self.metric = None
         if self.copier is not None:
             self.copier.open()
-        trainer = read_counted(run.args, source)
+        trainer = read_judged(run.args, read_arguments(source), source)
         run.state.load_state_dict(trainer["counters"])
         run.ledger.go_back(read_ledger(source))
         self.data_state = read_data_state(source)

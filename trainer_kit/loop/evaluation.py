@@ -320,7 +320,7 @@ class Evaluator:
         loss, calls, generate = self.loss, [], self.generate if wanted.predictions else None
         value: torch.Tensor | None = None
         items, outputs = None, None
-        labels = labels_of(batch) if wanted.predictions else None
+        labels = labels_of(batch) if wanted.predictions and loss.compute_loss is not None else None
         totals.captured.clear()  # of the calls of probes
         with self.run.strategy.autocast():
             if with_loss and (loss.compute_loss is not None or not wanted.predictions or generate is not None):

@@ -56,15 +56,15 @@ class Replicas:
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[int]:
-    """Return the sum of each tensor's bytes, by eight as whole numbers; waits for the device once."""
-    sums = [each.to(tensors[0].device) for tensor in tensors for each in _sums(tensor)]
-    found: list[int] = torch.stack(sums).reshape(-1, 2).sum(1).tolist() if sums else []
+    """Return the sum of each tensor's content as whole numbers; waits for the device once."""
+    sums = [_sum(tensor).to(tensors[0].device) for tensor in tensors]
+    found: list[int] = torch.stack(sums).tolist() if sums else []
     return found
 
 
-def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums of a tensor's whole eights of bytes, which takes no memory, and of the bytes left."""
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bytes by eight, as int64, which needs no copy, and of the bytes left."""
     content = as_bytes(tensor)
     content = content.clone() if content.storage_offset() % 8 else content
     whole = len(content) // 8 * 8
-    return content[:whole].view(torch.int64).sum(), content[whole:].sum()
+    return content[:whole].view(torch.int64).sum() + content[whole:].sum()

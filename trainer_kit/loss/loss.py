@@ -153,8 +153,10 @@ class Loss:
         """
         if not isinstance(last, torch.Tensor) or last.ndim:
             return hasattr(last, "logits") or next(tensors(last), None) is not None
-        if rows_of(batch) != 1 or follows_count:
-            return follows_count and rows_of(batch) == 1
+        if rows_of(batch) != 1:
+            return False
+        if follows_count:
+            return True
         if self.returns_sum_and_count is not None:
             return not self.returns_sum_and_count
         if torch.is_grad_enabled() or not last.is_floating_point():

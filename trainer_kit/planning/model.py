@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.sections import Model
 from trainer_kit.run import Run
 from trainer_kit.strategies.base import Strategy
-from trainer_kit.utils.tied_parameters import parameters_by_all_names
+from trainer_kit.utils.tied_parameters import names_by_parameter
 from trainer_kit.utils.units import join_names
 
 _CHEAP = 20_000_000
@@ -109,10 +108,7 @@ def model_facts(model: nn.Module, trial: Trial | None) -> Model:
 
 def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names that share one parameter."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in parameters_by_all_names(model):
-        names[id(parameter)].append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
+    return tuple(tuple(names) for names in names_by_parameter(model).values() if len(names) > 1)
 
 
 def weights_dtype(model: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from torch import nn
@@ -14,13 +14,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     Args:
         module: The model. Its blocks have parameters and a forward pass.
     """
-    children = [*module.children()]
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if is_list and len(children) > 1 and len(set(map(type, children))) == 1 and all(map(can_be_block, children)):
-        yield from children
-        return
-    for child in children:
-        yield from repeated_blocks(child)
+    return _outermost(module, _blocks_of_list)
 
 
 def blocks_in_rows(module: nn.Module) -> Iterator[nn.Module]:
@@ -29,13 +23,30 @@ def blocks_in_rows(module: nn.Module) -> Iterator[nn.Module]:
     Args:
         module: The model. The inner lists are never called, but their modules are.
     """
-    rows = [[*child] if type(child) is nn.ModuleList else [] for child in module.children()]
-    blocks = [[each for each in row if can_be_block(each)] for row in rows]
-    if len(rows) > 1 and isinstance(module, nn.ModuleList) and len({tuple(map(type, row)) for row in rows}) == 1:
-        yield from dict.fromkeys(chain.from_iterable(blocks))
+    return _outermost(module, _blocks_of_rows)
+
+
+def _outermost(module: nn.Module, blocks_of: Callable[[nn.Module], list[nn.Module]]) -> Iterator[nn.Module]:
+    """Yield the blocks of each outermost module that has some."""
+    if blocks := blocks_of(module):
+        yield from blocks
         return
     for child in module.children():
-        yield from blocks_in_rows(child)
+        yield from _outermost(child, blocks_of)
+
+
+def _blocks_of_list(module: nn.Module) -> list[nn.Module]:
+    children = [*module.children()]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1
+    return children if is_list and len({*map(type, children)}) == 1 and all(map(can_be_block, children)) else []
+
+
+def _blocks_of_rows(module: nn.Module) -> list[nn.Module]:
+    children = [*module.children()] if isinstance(module, nn.ModuleList) else []
+    rows = [[*child] for child in children if type(child) is nn.ModuleList]
+    if not 1 < len(children) == len(rows) or len({tuple(map(type, row)) for row in rows}) > 1:
+        return []
+    return [*dict.fromkeys(filter(can_be_block, chain.from_iterable(rows)))]
 
 
 def can_be_block(module: nn.Module) -> bool:
