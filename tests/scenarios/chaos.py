@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -57,11 +57,11 @@ class End(NamedTuple):
     """How a run ends.
 
     Attributes:
-        states: By rank: a checksum of all that it computed, and its evaluations.
+        results: By rank: checksums of all that it computed, its losses and its evaluations, by name.
         kept: Names of the checkpoints that stay.
     """
 
-    states: list[str]
+    results: list[dict[str, Any]]
     kept: set[str]
 
 
@@ -82,7 +82,7 @@ class Story:
     Attributes:
         kills: In order.
         wrong: What must not be; None where nothing is wrong.
-        equal: Whether it ended like a run that nobody killed: with the same bits, and the same checkpoints.
+        different: Results whose bits are not those of a run that nobody killed; None until it has ended.
     """
 
     def __init__(
@@ -93,11 +93,16 @@ class Story:
         self.output_dir = Start(folder).output_dir
         self.kills: list[Kill] = []
         self.wrong: str | None = None
-        self.equal = False
+        self.different: list[str] | None = None
         self.starts = 0
         self._only_due = True  # no checkpoints but those that any run makes: they count for `save_keep_every`
         self._rotten: set[str] = set()
         folder.mkdir()
+
+    @property
+    def equal(self) -> bool:
+        """Whether it ended with the same bits."""
+        return self.different == []
 
     def live(self, deck: list[str], kills: int, expected: End | None) -> None:
         """Is killed `kills` times at the most, as the first cards of the deck that fit say, and finishes."""
@@ -111,7 +116,10 @@ class Story:
                 self._start(Start(self.folder, ranks=self.ranks, data=self.data))
             end = self.end()
             if expected is not None:
-                self.equal = end.states == expected.states
+                self.different = sorted({
+                    name for own, others in zip(end.results, expected.results, strict=True)
+                    for name in others if own[name] != others[name]
+                })  # fmt: skip
                 self._check_kept(end.kept, expected.kept)
             left = [path.name for path in self.output_dir.rglob(".*")]
             if left:
@@ -122,7 +130,7 @@ class Story:
     def end(self) -> End:
         """How it finished."""
         kept = {path.name for path in find_checkpoints(self.output_dir)}
-        return End([path.read_text() for path in self._ends()], kept)
+        return End([json.loads(path.read_text()) for path in self._ends()], kept)
 
     def _has_finished(self) -> bool:
         return all(path.exists() for path in self._ends())
@@ -338,7 +346,7 @@ def main() -> int:
             told.append(story)
             if story.wrong or not story.equal:
                 print(
-                    f"{story.folder} ({story.data}): {story.wrong or 'it ended with other bits'}",
+                    f"{story.folder} ({story.data}): {story.wrong or f'it ended with other bits of {story.different}'}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -100,7 +101,7 @@ def train(start: Start, rank: int, port: int) -> None:
     trainer.train(resume_from_checkpoint=True)
     records = [record for record in read_log(start.output_dir / "log.jsonl") if record["event"] == "evaluate"]
     evaluations = sorted({(record["step"], record["eval_loss"]) for record in records})
-    start.file("end", rank).write_text(f"{task.digest(trainer)} {evaluations}")
+    start.file("end", rank).write_text(json.dumps({**task.results(trainer), "evaluations": evaluations}))
     ddp.shut_down()
 
 

@@ -190,12 +190,18 @@ def checksum(*trees: Any) -> str:
     return found.hexdigest()
 
 
-def digest(trainer: Trainer) -> str:
-    """A checksum of weights, buffers, optimizer, EMA and logged losses."""
+def results(trainer: Trainer) -> dict[str, Any]:
+    """Checksums of weights and buffers, optimizer and EMA, and the logged losses."""
     assert trainer.run.optimizer is not None
     model, optimizer = trainer.run.model.state_dict(), trainer.run.optimizer.state_dict()
-    ema, losses = trainer.events.state_dict()["EMA"], logged_losses(Path(trainer.args.output_dir))
-    return checksum(model, optimizer, ema, losses)
+    states = {"model": model, "optimizer": optimizer, "EMA": trainer.events.state_dict()["EMA"]}
+    sums = {name: checksum(state) for name, state in states.items()}
+    return {**sums, "losses": logged_losses(Path(trainer.args.output_dir))}
+
+
+def digest(trainer: Trainer) -> str:
+    """A checksum of these results."""
+    return checksum(results(trainer))
 
 
 def main() -> None:
