@@ -49,7 +49,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "logging_steps": [0, -0.5, 1.5, NAN],
     "eval_strategy": ["best"],
     "eval_steps": [0, 2.5],
-    "label_names": [[], ["a", "a"], [""]],
+    "label_names": [["a", "a"], [""]],
     "include_for_metrics": [["logits"]],
     "generation_max_length": [0],
     "generation_num_beams": [0],

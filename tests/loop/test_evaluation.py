@@ -302,6 +302,21 @@ def test_columns_of_compute_loss_need_not_be_the_models(tmp_path: Any) -> None:
         trainer.evaluate(dataset)
 
 
+def test_a_loss_without_labels_predicts_its_outputs(tmp_path: Any) -> None:
+    def of_pairs(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = model(x=batch["x"])["logits"]
+        return F.softplus(scores[:, 1] - scores[:, 0]).mean(), scores[:, :2]
+
+    data = samples(labels=False)
+    trainer = make_trainer(tmp_path, compute_loss=of_pairs, label_names=[])
+    found, loss = trainer.predict(data), trainer.evaluate(data)["eval_loss"]
+    assert found.predictions.shape == (len(data), 2)
+    assert found.label_ids is None
+    assert found.metrics["test_loss"] == loss
+    assert make_trainer(tmp_path, compute_loss=of_pairs).predict(data).predictions.shape == (len(data), CLASSES)
+    assert "test_loss" not in make_trainer(tmp_path, label_names=[]).predict(data).metrics
+
+
 def test_where_no_label_counts_there_is_no_loss_to_tell(tmp_path: Any) -> None:
     ignored = [each | {"labels": torch.tensor(-100)} for each in samples(10)]
     assert np.isnan(make_trainer(tmp_path).evaluate(ignored)["eval_loss"])

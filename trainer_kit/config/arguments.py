@@ -118,7 +118,8 @@ class TrainingArguments(ArgumentSources):
         eval_steps: Steps between two evaluations; below 1: as a fraction of all steps; None: `logging_steps`.
         eval_on_start: Whether to evaluate before the first step too; this result is never the best one.
         label_names: Columns that metrics get as labels, in this order; None: "labels" or "label", or "start_positions"
-            and "end_positions". What a loss counts does not depend on it.
+            and "end_positions"; []: none, and `predict` needs none to call `compute_loss`. What a loss counts does not
+            depend on it.
         eval_do_concat_batches: Whether `compute_metrics` and `predict` get the batches joined to arrays; False: lists
             with an entry for each batch.
         batch_eval_metrics: Whether `compute_metrics(batch, compute_result=)` gets one batch at a time, see

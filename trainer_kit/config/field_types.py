@@ -67,7 +67,7 @@ Ratio = Annotated[float, Rule("a number from 0 to 1", lambda value: 0 <= value <
 Folder = Annotated[str, Rule("the path of a folder", bool)]
 Name = Annotated[str, Rule("a name that is not empty", bool)]
 Names = Annotated[
-    list[str], Rule("a list of different names", lambda value: all(value) and 0 < len(value) == len(set(value)))
+    list[str], Rule("a list of different names", lambda value: all(value) and len(value) == len(set(value)))
 ]
 MetricInputs = Annotated[
     list[str], Rule("a list of 'inputs' and 'loss'", lambda value: set(value) <= {"inputs", "loss"})

@@ -241,7 +241,7 @@ class Evaluator:
         samples, steps, interrupted = 0, 0, False
         # Capture at the user's own module: compute_loss may call it instead of its argument.
         needs_outputs = collected is not None or self.preprocess_logits is not None
-        wanted = _Wanted(not keep, bool(self.metrics) or collected is not None, needs_outputs)
+        wanted = _Wanted(not keep or run.args.label_names == [], bool(self.metrics) or collected is not None, needs_outputs)
         captures = wanted.predictions and self.loss.compute_loss is not None and self.generate is None
         with contextlib.ExitStack() as stack:
             captured = stack.enter_context(captured_outputs(run.model if captures else None))

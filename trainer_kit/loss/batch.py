@@ -123,10 +123,11 @@ def targets_of(batch: Any, names: Sequence[str] | None, label_columns: Sequence[
     if names is None:
         return _default_targets(batch, label_columns)
     columns = tuple(_entry(batch, name) for name in names)
-    if missing := [name for name, column in zip(names, columns, strict=True) if column is None]:
-        if len(missing) < len(names):
-            raise missing_label(missing[0], batch)
+    missing = [name for name, column in zip(names, columns, strict=True) if column is None]
+    if len(missing) == len(names):
         return None
+    if missing:
+        raise missing_label(missing[0], batch)
     return _one_or_all(columns)
 
 
