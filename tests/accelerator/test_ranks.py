@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,6 @@ from trainer_kit.accelerator import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
-    checkpointing,
     set_seed,
 )
 from trainer_kit.accelerator.data_loader import prepare_data_loader
@@ -617,25 +615,3 @@ def joined_with_another_type() -> list[str]:
 def test_join_uneven_inputs_follows_the_state() -> None:
     for messages in on_ranks(2, joined_with_another_type):
         assert [message[:46] for message in messages] == ["join_uneven_inputs is only supported for multi"]
-
-
-def late_at_a_save(folder: str) -> list[str]:
-    """What is logged where the main process comes a second before the other."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_kit").addHandler(handler)
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(make_model())
-    if not accelerator.is_main_process:
-        time.sleep(1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing, "_PATIENCE", 0.2)
-        accelerator.save_state(folder)
-    logging.getLogger("trainer_kit").removeHandler(handler)
-    return [message for message in messages if "has waited" in message]
-
-
-def test_a_save_that_other_processes_do_not_join_says_so(tmp_path: Path) -> None:
-    (message, *_), _ = on_ranks(2, late_at_a_save, str(tmp_path))
-    assert message.startswith("save_state() has waited for other processes for 0.2 s; call it on all of them")

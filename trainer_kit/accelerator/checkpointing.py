@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from trainer_kit.accelerator.model_saving import ModelSaving
 from trainer_kit.accelerator.partial_gradients import partial_gradients, restore_gradients
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.project_lock import ProjectLock, lock_project
+from trainer_kit.accelerator.save_meeting import SaveMeeting
 from trainer_kit.accelerator.state_hooks import StateHooks
 from trainer_kit.accelerator.utils.dataclasses import GradientAccumulationPlugin, ProjectConfiguration
 from trainer_kit.accelerator.validation import (
@@ -64,9 +64,6 @@ from trainer_kit.utils.user_warnings import warn
 
 logger = logging.getLogger("trainer_kit")
 
-_PATIENCE = 60.0
-"""Seconds after which a wait for other processes is logged."""
-
 PREFIX = "checkpoint_"
 
 
@@ -92,6 +89,7 @@ class Checkpointing(StateHooks, ModelSaving):
         self._prepared = Prepared()
         self._lock: ProjectLock | None = None  # on the main process, after the first save to a numbered folder
         self._settings: dict[str, Any] = {}  # written to each checkpoint for the user; not restored
+        self._meeting = SaveMeeting()
         self._run_id = uuid.uuid4().hex  # shared by all starts that resume one another; only its checkpoints are pruned
 
     @property
@@ -116,6 +114,9 @@ class Checkpointing(StateHooks, ModelSaving):
         All processes that see the folder write a share. If there are hooks, the main process calls them with the whole
         states, and writes alone.
 
+        A call on the main process alone, under `is_main_process`, is possible too, with a warning: once the others are
+        seen to wait elsewhere, the main process saves without their generators, and a resume is not bitwise equal.
+
         Args:
             output_dir: Folder of the checkpoint. A checkpoint in it is replaced, other files stay. None for
                 `project_dir/checkpoints/checkpoint_N` with ascending numbers, of which `total_limit` are kept.
@@ -127,7 +128,8 @@ class Checkpointing(StateHooks, ModelSaving):
 
         Raises:
             ValueError: If there is no folder to write to, or it is the working directory or contains it; or an
-                optimizer's state cannot be saved and loaded.
+                optimizer's state cannot be saved and loaded; or only some processes call this; or only the main one
+                does, with sharded models or within an optimizer step.
             FolderInUseError: If another process saves to numbered folders of `project_dir`, until it ends or calls
                 `end_training`.
         """
@@ -136,16 +138,16 @@ class Checkpointing(StateHooks, ModelSaving):
         project = self.project_configuration
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
-        self._wait_for_all()
-        self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
-        self.strategy.collectives.on_main(self._check_optimizers)
-        target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
-        models = [self.strategy.model_state(model) for model in self._prepared.models]
-        if not self._save_hooks:
-            directory = self._write_together(target, given is None, models, self._states())
-        else:
-            directory = self._write_with_hooks(target, given is None, models)
-        self.strategy.collectives.on_main(lambda: self._prune(directory, given is None))
+        with self._meeting.entered(self.strategy, is_within_step=self.flow.batches > 0) as is_alone:
+            self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
+            self.strategy.collectives.on_main(self._check_optimizers)
+            target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
+            models = [self.strategy.model_state(model) for model in self._prepared.models]
+            if self._save_hooks or is_alone:
+                directory = self._write_on_main(target, given is None, models)
+            else:
+                directory = self._write_together(target, given is None, models, self._states())
+            self.strategy.collectives.on_main(lambda: self._prune(directory, given is None))
         if given is None:
             project.iteration = int(directory.name.removeprefix(PREFIX)) + 1
         self.strategy.session.report_saved_step(self.flow.steps)
@@ -190,7 +192,7 @@ class Checkpointing(StateHooks, ModelSaving):
         self._check_schedules(state.get("schedule_steps", []))
         restore_gradients(self.strategy, prepared.models, read_state(source, "gradients") or {})
         if (generators := read_state(source, f"rng-{self.strategy.rank:05d}")) is None:
-            logger.warning("%s was made by fewer processes: this one's generators stay as they are", directory)
+            logger.warning("%s lacks the random generators of this process: they stay as they are", directory)
         else:
             set_generator_states(generators)
             self.strategy.device_info.set_rng_state(generators.get("device"))
@@ -285,22 +287,7 @@ class Checkpointing(StateHooks, ModelSaving):
             check_replaceable(given)
         return given
 
-    def _wait_for_all(self) -> None:
-        """Wait for the other processes, and log it if they do not come. Collective."""
-        if self.strategy.collectives.is_alone:
-            return
-        sentence = (
-            "save_state() has waited for other processes for %g s; call it on all of them, not under is_main_process"
-        )
-        timer = threading.Timer(_PATIENCE, logger.warning, [sentence, _PATIENCE])
-        timer.daemon = True
-        timer.start()
-        try:
-            self.strategy.barrier()
-        finally:
-            timer.cancel()
-
-    def _write_with_hooks(self, target: Path, is_numbered: bool, models: list[Any]) -> Path:
+    def _write_on_main(self, target: Path, is_numbered: bool, models: list[Any]) -> Path:
         """Call the hooks with the whole models, and write the checkpoint on the main process. Collective."""
         models = self.strategy.sharding.collect_on_main(models)
         before = [*models]

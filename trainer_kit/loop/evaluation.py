@@ -241,7 +241,8 @@ class Evaluator:
         samples, steps, interrupted = 0, 0, False
         # Capture at the user's own module: compute_loss may call it instead of its argument.
         needs_outputs = collected is not None or self.preprocess_logits is not None
-        wanted = _Wanted(not keep or run.args.label_names == [], bool(self.metrics) or collected is not None, needs_outputs)
+        needs_loss = not keep or run.args.label_names == []
+        wanted = _Wanted(needs_loss, bool(self.metrics) or collected is not None, needs_outputs)
         captures = wanted.predictions and self.loss.compute_loss is not None and self.generate is None
         with contextlib.ExitStack() as stack:
             captured = stack.enter_context(captured_outputs(run.model if captures else None))
@@ -279,8 +280,7 @@ class Evaluator:
         item: EvalBatch,
     ) -> _Outcome:
         """Run one forward pass without waiting for the device, and add the loss to `totals`."""
-        strategy, host_batch, counts = self.run.strategy, item.batch, item.counts
-        args = self.run.args
+        args, strategy, host_batch, counts = self.run.args, self.run.strategy, item.batch, item.counts
         with_loss = self._targets(host_batch) is not None or wanted.loss
         fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)

@@ -126,6 +126,14 @@ class Collectives:
         """Return the value of the process with the rank `source`."""
         return value
 
+    def find_absent(self) -> list[str]:
+        """Wait until all processes have reached this call; return where those are that wait elsewhere for this one.
+
+        Raises:
+            LostProcessError: If one of them has ended, or does not answer.
+        """
+        return []
+
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
 

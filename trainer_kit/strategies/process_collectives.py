@@ -150,6 +150,9 @@ class ProcessCollectives(Collectives):
             dist.broadcast_object_list(values, source)
         return values[0]
 
+    def find_absent(self) -> list[str]:
+        return self.group.find_absent()
+
     def barrier(self) -> None:
         self.all_reduce_ints([0])
 

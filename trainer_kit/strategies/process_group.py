@@ -230,6 +230,10 @@ class ProcessGroup:
         if self._membership is not None:
             self._membership.meeting.join(what, remedy)
 
+    def find_absent(self) -> list[str]:
+        """Wait until all processes are at this call, see `Meeting.find_absent`."""
+        return [] if self._membership is None else self._membership.meeting.find_absent()
+
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which connections are opened that `break_off` breaks too."""
         assert self._membership is not None, "setup() comes first"

@@ -41,23 +41,41 @@ class Meeting:
             LostProcessError: If a process that has not joined has ended, or does not answer.
             ValueError: If all processes that have not joined wait elsewhere for this one.
         """
+        if others := self.find_absent():
+            raise ValueError(f"rank {self._heartbeat.rank} {what}, but {'; '.join(others)}; {remedy}")
+
+    def find_absent(self) -> list[str]:
+        """Join the meeting as `join` does, or return where the processes are that have not joined; leave it then.
+
+        Raises:
+            LostProcessError: See `join`.
+        """
         heartbeat, begun = self._heartbeat, time.monotonic()
-        current = heartbeat.round
-        self._at = (current, self._at[1] + 1 if self._at[0] == current else 1)
-        self._store.set(self._keys[heartbeat.rank], "{} {}".format(*self._at))
         before, heartbeat.urgent = heartbeat.urgent, True
+        self._move(1)
         try:
             while absent := self._absent():
                 waited = time.monotonic() - begun
-                if missing := [each.text for each in heartbeat.peers.problems() if each.rank in absent]:
+                problems = [each for each in heartbeat.peers.problems() if each.rank in absent]
+                if missing := [each.text for each in problems if each.kind != "left"]:
                     raise LostProcessError(heartbeat.explain(RuntimeError("; ".join(missing))))
+                left = {each.rank: each.text for each in problems}
+                waiting = [rank for rank in absent if rank not in left]
                 # By then, all beats are from after this process joined.
-                if waited > heartbeat.patience and heartbeat.peers.all_wait(absent, heartbeat.patience):
-                    others = "; ".join(map(heartbeat.peers.account, absent))
-                    raise ValueError(f"rank {heartbeat.rank} {what}, but {others}; {remedy}")
+                is_over = waited > heartbeat.patience and heartbeat.peers.all_wait(waiting, heartbeat.patience)
+                if is_over or not waiting:
+                    self._move(-1)
+                    return [left.get(rank) or heartbeat.peers.account(rank) for rank in absent]
                 time.sleep(_LOOK_SECONDS if waited < 1 else _LONG_LOOK_SECONDS)
         finally:
             heartbeat.urgent = before
+        return []
+
+    def _move(self, meetings: int) -> None:
+        """Publish that this process has joined another meeting, or has left it."""
+        current = self._heartbeat.round
+        self._at = (current, (self._at[1] if self._at[0] == current else 0) + meetings)
+        self._store.set(self._keys[self._heartbeat.rank], "{} {}".format(*self._at))
 
     def _absent(self) -> list[int]:
         """Return the ranks that have not joined this meeting; those in a later one have."""
