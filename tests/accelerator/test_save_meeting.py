@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainer_kit import Accelerator, SingleDevice
+from trainer_kit.accelerator import save_meeting
 from trainer_kit.accelerator.save_meeting import SaveMeeting
 from trainer_kit.strategies.collectives import Collectives
 from trainer_kit.strategies.process_group import Membership
@@ -96,7 +98,7 @@ def test_the_main_process_saves_alone_where_the_others_train_on(tmp_path: Path) 
     assert warning.startswith("only the main process calls save_state() here (rank 1 ")
     assert "call it on all processes" in warning
     first, second = main["seconds"]
-    assert first >= PATIENCE > second  # a line that is known does not wait
+    assert first >= PATIENCE > second  # a call that is known does not wait
     for step in (3, 6):
         saved = on_ranks(2, load, str(tmp_path / "all" / str(step)))
         assert on_ranks(2, load, str(tmp_path / "main" / str(step))) == saved
@@ -125,7 +127,7 @@ def meet(meeting: SaveMeeting, rank: int, absent: list[int], **settings: Any) ->
     strategy = SingleDevice("cpu")
     strategy.collectives = before = Elsewhere(rank, absent)
     strategy.sharding.is_active = settings.pop("is_sharded", False)
-    with meeting.entered(strategy, **{"is_within_step": False} | settings) as is_alone:
+    with meeting.together_or_alone(strategy, **{"is_within_step": False} | settings) as is_alone:
         assert is_alone == (strategy.collectives is not before)
         assert strategy.world_size == 3
         assert strategy.rank == rank
@@ -133,16 +135,34 @@ def meet(meeting: SaveMeeting, rank: int, absent: list[int], **settings: Any) ->
     return is_alone
 
 
-def test_a_line_that_the_main_process_alone_runs_is_found_out_once() -> None:
+def test_a_call_that_the_main_process_alone_makes_is_found_out_once() -> None:
+    def helper(absent: list[int]) -> bool:
+        return meet(meeting, 0, absent)
+
     meeting = SaveMeeting()
-    assert not meet(meeting, 0, [])
     with pytest.warns(UserWarning, match=r"^only the main process calls save_state\(\) here \(rank 1 waits in"):
-        assert meet(meeting, 0, [1, 2])
-    assert meet(meeting, 0, [])  # nor is it asked again
+        assert [helper(absent) for absent in ([1, 2], [])] == [True, True]  # it is not asked again
+    assert not helper([])  # from another line
+
+
+def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Elsewhere):
+        def find_absent(self) -> list[str]:
+            time.sleep(0.2)
+            return []
+
+    monkeypatch.setattr(save_meeting, "_PATIENCE", 0.01)
     strategy = SingleDevice("cpu")
-    strategy.collectives = Elsewhere(0, [])
-    with meeting.entered(strategy, is_within_step=False) as is_alone:  # another line
+    strategy.collectives = Late(0, [])
+    with SaveMeeting().together_or_alone(strategy, is_within_step=False) as is_alone:
         assert not is_alone
+    (message,) = caplog.messages
+    assert message.startswith("save_state() has waited for other processes for 0.01 s; call it on all of them")
+
+
+def test_another_thread_does_not_save_alone() -> None:
+    with ThreadPoolExecutor(1) as thread, pytest.raises(ValueError, match="another thread may exchange with them"):
+        thread.submit(meet, SaveMeeting(), 0, [1, 2]).result()
 
 
 @pytest.mark.parametrize(
@@ -164,9 +184,8 @@ def test_a_save_that_needs_the_others_is_refused(
         meet(SaveMeeting(), rank, absent, **settings)
 
 
-def test_a_line_that_is_known_is_refused_within_a_step() -> None:
-    meeting = SaveMeeting()
-    with pytest.warns(UserWarning, match="only the main process"):
-        meet(meeting, 0, [1, 2])
-    with pytest.raises(ValueError, match=r"calls save_state\(\) alone; call it on all"):
-        meet(meeting, 0, [], is_within_step=True)
+def test_a_call_that_is_known_is_refused_within_a_step() -> None:
+    meeting, known = SaveMeeting(), pytest.warns(UserWarning, match="only the main process")
+    for is_within_step in (False, True):
+        with pytest.raises(ValueError, match=r"alone; call it on all") if is_within_step else known:
+            meet(meeting, 0, [1, 2], is_within_step=is_within_step)

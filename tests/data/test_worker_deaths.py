@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,28 @@ def test_a_handler_is_installed_once() -> None:
         handler = signal.getsignal(signal.SIGCHLD)
         rest.close()  # type: ignore[attr-defined]
     assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+@pytest.mark.slow
+def test_a_death_between_two_passes_of_workers_that_persist_is_raised_in_the_second() -> None:
+    persistent = DataLoader(Pids(), num_workers=1, batch_size=200, persistent_workers=True)  # type: ignore[arg-type]
+    *_, last = worker_items(persistent)
+    kill(int(last["pid"][0]))
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        next(worker_items(persistent))
+
+
+def test_a_death_does_not_keep_what_was_under_way() -> None:
+    rest, worker = items()
+    model = Model()
+    alive = weakref.ref(model)
+    try:
+        raise KeyError(model)
+    except KeyError:
+        kill(worker)
+    del model
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="is killed") as raised:
+        next(rest)
+    assert raised.value.__context__ is None

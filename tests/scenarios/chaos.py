@@ -117,8 +117,8 @@ class Story:
             end = self.end()
             if expected is not None:
                 self.different = sorted({
-                    name for own, others in zip(end.results, expected.results, strict=True)
-                    for name in others if own[name] != others[name]
+                    name for own, straight in zip(end.results, expected.results, strict=True)
+                    for name in straight if own[name] != straight[name]
                 })  # fmt: skip
                 self._check_kept(end.kept, expected.kept)
             left = [path.name for path in self.output_dir.rglob(".*")]

@@ -85,7 +85,8 @@ class Slow(torch.utils.data.Dataset[Any]):
 class Dies(Callback):
     """Ends a machine after step 6, in step 7, or in step 7 while a checkpoint is written slowly; or only a process.
 
-    With "evaluation", it ends while it evaluates after step 6.
+    With "evaluation", it ends while it evaluates after step 6; with "second", after step 8 of three processes, when all
+    others rest after a step: in an optimizer's step, new processes would have to resume.
     """
 
     def __init__(self, host: str, moment: str) -> None:
@@ -102,6 +103,8 @@ class Dies(Callback):
 
     def on_step_begin(self, run: Run) -> None:
         if self.moment == "save" and run.state.step == 6:
+            self.die()
+        if self.moment == "second" and run.state.step == 8 and run.strategy.world_size == 3:
             self.die()
         if self.moment == "process" and run.state.step == 7 and self.is_here and not run.strategy.session.restarts:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +220,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deaths", type=int, nargs="*", default=[], help="steps, one for each start")
     parser.add_argument(
         "--dies", nargs=2, action="append", default=[],
-        help="a machine, and when it is lost: step, exchange, save, evaluation, process, vote, meeting, healing",
+        help="a machine and the moment: step, second, exchange, save, evaluation, process, vote, meeting, healing",
     )  # fmt: skip
     parser.add_argument("--slow", help="a machine whose steps take longer, and which may be replaced")
     parser.add_argument("--heartbeat", type=float)

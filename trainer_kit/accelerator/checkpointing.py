@@ -138,7 +138,7 @@ class Checkpointing(StateHooks, ModelSaving):
         project = self.project_configuration
         given = _absolute(None if project.automatic_checkpoint_naming else output_dir)
         folder = self._folder(given, "save_state()")
-        with self._meeting.entered(self.strategy, is_within_step=self.flow.batches > 0) as is_alone:
+        with self._meeting.together_or_alone(self.strategy, is_within_step=self.flow.batches > 0) as is_alone:
             self.flow.dispatch()  # computes all tensors in one graph, not one by one as they are read
             self.strategy.collectives.on_main(self._check_optimizers)
             target = self.strategy.collectives.on_main(lambda: self._target(folder, given))
@@ -288,7 +288,10 @@ class Checkpointing(StateHooks, ModelSaving):
         return given
 
     def _write_on_main(self, target: Path, is_numbered: bool, models: list[Any]) -> Path:
-        """Call the hooks with the whole models, and write the checkpoint on the main process. Collective."""
+        """Call the hooks with the whole models, and write the checkpoint on the main process.
+
+        Collective, unless the main process saves alone.
+        """
         models = self.strategy.sharding.collect_on_main(models)
         before = [*models]
         written = self.strategy.collectives.on_main(lambda: open_hook_folder(target))

@@ -1,4 +1,4 @@
-"""`Deaths`: raises the death of a data worker where its batch is read.
+"""`WorkerDeaths`: raises the death of a data worker where its batch is read.
 
 torch raises it in its handler of SIGCHLD, and so wherever the main thread happens to be: in a callback, which would
 pass for the one that failed, or in code that continues after errors.
@@ -8,55 +8,57 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
-_active: list[Deaths] = []
 
-
-class Deaths:
+class WorkerDeaths:
     """The deaths of the workers of one DataLoader iterator, which `read` raises.
 
     Args:
-        iterator: The iterator. `close` must be called when it is no longer read.
+        iterator: The iterator.
     """
 
     def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
+        self._starts = tuple(f"DataLoader worker (pid {worker.pid}) " for worker in iterator._workers)
         self._reader: threading.Thread | None = None  # that waits for a batch
-        self._error: RuntimeError | None = None
-        _active.append(self)
-        _install()
+        self._error = ""
 
-    def read(self, default: Any) -> Any:
-        """Return the iterator's next item; `default` at its end.
+    @staticmethod
+    def of(iterator: Any) -> WorkerDeaths:
+        """Return the deaths of an iterator, which several passes read where its workers persist."""
+        _install()
+        return _all.setdefault(iterator, WorkerDeaths(iterator))
+
+    def read(self, iterator: Any, default: Any) -> Any:
+        """Return the next item of the iterator; `default` at its end.
 
         Raises:
             RuntimeError: If a worker died, now or since the last read.
         """
         self._reader = threading.current_thread()
         try:
-            if (error := self._error) is not None:
-                self._error = None
-                raise error
-            return next(self._iterator, default)
+            if error := self._error:
+                self._error = ""
+                raise RuntimeError(error)
+            return next(iterator, default)
         finally:
             self._reader = None
 
-    def close(self) -> None:
-        """Leave deaths to torch's handler."""
-        _active.remove(self)
+    def concern(self, error: str) -> bool:
+        """Return whether torch's handler means one of these workers."""
+        return error.startswith(self._starts)
 
-    def is_meant_by(self, error: RuntimeError) -> bool:
-        """Return whether torch's handler raised an error because one of these workers died."""
-        pids = (worker.pid for worker in self._iterator._workers)
-        return any(str(error).startswith(f"DataLoader worker (pid {pid}) ") for pid in pids)
-
-    def take(self, error: RuntimeError) -> None:
-        """Raise an error if the main thread, which handles signals, waits for a batch; else keep it for `read`."""
+    def keep(self, error: str) -> bool:
+        """Keep an error for `read`; return False if the main thread, which handles signals, waits in it already."""
         if self._reader is threading.main_thread():
-            raise error
+            return False
         self._error = error
+        return True
+
+
+_all: weakref.WeakKeyDictionary[Any, WorkerDeaths] = weakref.WeakKeyDictionary()
 
 
 class _Handler:
@@ -73,10 +75,9 @@ class _Handler:
         try:
             self._before(number, frame)
         except RuntimeError as error:
-            deaths = next((each for each in _active if each.is_meant_by(error)), None)
-            if deaths is None:
+            deaths = next((each for each in _all.values() if each.concern(str(error))), None)
+            if deaths is None or not deaths.keep(str(error)):
                 raise
-            deaths.take(error)
 
 
 def _install() -> None:

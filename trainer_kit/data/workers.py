@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from trainer_kit.data.worker_deaths import Deaths
+from trainer_kit.data.worker_deaths import WorkerDeaths
 from trainer_kit.errors import WorkerError
 from trainer_kit.utils.process_identity import process_state
 
@@ -40,13 +40,13 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
             the timeout.
     """
     iterator = iter(loader)
-    deaths = Deaths(iterator)
+    deaths = WorkerDeaths.of(iterator)
     watch = _Watch(iterator, loader.timeout) if loader.timeout else None
     try:
         while True:
             if watch is not None:
                 watch.since = time.monotonic()
-            item = deaths.read(_END)
+            item = deaths.read(iterator, _END)
             if watch is not None:
                 watch.since = None
             if item is _END:
@@ -68,8 +68,7 @@ def worker_items(loader: DataLoader[Any], timeout_name: str = "timeout") -> Iter
     finally:
         if watch is not None:
             watch.close()
-        deaths.close()
-        del iterator, deaths, watch  # an error that is held would hold this frame, and thereby keep the workers alive
+        del iterator, watch  # an error that is held would hold this frame, and thereby keep the workers alive
 
 
 class _Watch(threading.Thread):

@@ -127,10 +127,12 @@ class Collectives:
         return value
 
     def find_absent(self) -> list[str]:
-        """Wait until all processes have reached this call; return where those are that wait elsewhere for this one.
+        """Wait until all processes have reached this call; return where those are that do not come.
+
+        They wait elsewhere for this process, or have left the run.
 
         Raises:
-            LostProcessError: If one of them has ended, or does not answer.
+            LostProcessError: If one of them has failed, or does not answer.
         """
         return []
 

@@ -1,4 +1,4 @@
-"""`warn`: Python warnings that show the user's own line of code, and `user_line`, which finds it."""
+"""`warn`: Python warnings that show the user's own line of code, and `user_lines`, which finds it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ def warn(message: str) -> None:
         warnings.warn(message, stacklevel=level)
 
 
-def user_line() -> tuple[str, int] | None:
-    """Return file and number of the innermost line outside of trainer_kit and torch; None if there is none."""
+def user_lines() -> tuple[tuple[str, int], ...]:
+    """Return file and number of all lines under way, from the innermost outside of trainer_kit and torch outwards."""
     _, frame = _user_frame()
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(lines)
 
 
 def _user_frame() -> tuple[int, FrameType | None]:
-    """Return the innermost frame of the user's code, and its level seen from the caller's caller."""
-    level, frame = 0, sys._getframe(1)
+    """Return the innermost frame outside of trainer_kit and torch, and its `stacklevel` for the caller."""
+    level, frame = 1, sys._getframe(1)
     found: FrameType | None = frame
     while found is not None and _package(found.f_globals) in _SKIPPED:
         level, found = level + 1, found.f_back
-    return level + 1, found
+    return level, found
 
 
 def _package(names: dict[str, object]) -> str:

@@ -84,3 +84,17 @@ def test_a_process_stays_while_one_may_still_come() -> None:
         monitors[0].peers.ended = [Problem(2, "failed", "rank 2 failed: KeyError")]
         with pytest.raises(LostProcessError, match="rank 2 failed: KeyError; urgent=True"):
             first.result(10)
+
+
+def test_a_process_that_none_joins_leaves_as_if_it_had_not_come() -> None:
+    monitors, all_three = meetings()
+    monitors[0].peers.ended = [Problem(2, "left", "rank 2 has left the run")]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(all_three[0].find_absent)
+        assert not wait([first], 0.3).done  # rank 1 may still come
+        monitors[0].peers.waiting = {1}
+        assert first.result(10) == ["rank 1 is elsewhere", "rank 2 has left the run"]
+        monitors[0].peers.ended = []
+        both = [threads.submit(join, each) for each in all_three[:2]]
+        join(all_three[2])
+        assert [each.result(10) for each in both] == [None] * 2

@@ -52,8 +52,8 @@ class JointPasses:
         """Wait until all processes begin a pass, unless all are known to.
 
         Raises:
-            LostProcessError: If another process has ended, or does not answer.
-            ValueError: If the others wait for this process elsewhere.
+            LostProcessError: If another process has failed, or does not answer.
+            ValueError: If the others wait for this process elsewhere, or have left the run.
         """
         if not self._is_expected:
             self._group.meet(

@@ -38,14 +38,16 @@ class Meeting:
             remedy: What to do instead.
 
         Raises:
-            LostProcessError: If a process that has not joined has ended, or does not answer.
-            ValueError: If all processes that have not joined wait elsewhere for this one.
+            LostProcessError: If a process that has not joined has failed, or does not answer.
+            ValueError: If all processes that have not joined wait elsewhere for this one, or have left the run.
         """
         if others := self.find_absent():
             raise ValueError(f"rank {self._heartbeat.rank} {what}, but {'; '.join(others)}; {remedy}")
 
     def find_absent(self) -> list[str]:
-        """Join the meeting as `join` does, or return where the processes are that have not joined; leave it then.
+        """Join the meeting as `join` does; return where the processes are that do not come.
+
+        If none does, this process leaves the meeting, as if it had not come.
 
         Raises:
             LostProcessError: See `join`.
@@ -64,7 +66,8 @@ class Meeting:
                 # By then, all beats are from after this process joined.
                 is_over = waited > heartbeat.patience and heartbeat.peers.all_wait(waiting, heartbeat.patience)
                 if is_over or not waiting:
-                    self._move(-1)
+                    if len(absent) == len(self._keys) - 1:
+                        self._move(-1)
                     return [left.get(rank) or heartbeat.peers.account(rank) for rank in absent]
                 time.sleep(_LOOK_SECONDS if waited < 1 else _LONG_LOOK_SECONDS)
         finally:
