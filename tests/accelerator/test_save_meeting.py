@@ -119,6 +119,10 @@ class Elsewhere(Collectives):
         super().__init__(rank, rank, 3)
         self.absent = absent
 
+    @property
+    def is_alone(self) -> bool:
+        return False
+
     def find_absent(self) -> list[str]:
         return [f"rank {rank} waits in backward" for rank in self.absent]
 

@@ -40,7 +40,11 @@ class SaveMeeting:
             LostProcessError: If another process has failed, or does not answer.
             ValueError: If this process cannot save without those that do not come.
         """
-        lines, collectives = user_lines(), strategy.collectives
+        collectives = strategy.collectives
+        if collectives.is_alone:  # neither a thread nor a walk over the stack
+            yield False
+            return
+        lines = user_lines()
         is_known = strategy.is_main and lines in self._known
         others = [] if is_known else _find_absent(collectives)
         if not (is_known or others):

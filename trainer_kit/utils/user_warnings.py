@@ -1,8 +1,9 @@
-"""`warn`: Python warnings that show the user's own line of code, and `user_lines`, which finds it."""
+"""`warn`: Python warnings that show the user's own line of code, and `user_lines`, which finds them."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from types import FrameType
 
@@ -26,20 +27,16 @@ def warn(message: str) -> None:
 def user_lines() -> tuple[tuple[str, int], ...]:
     """Return file and number of all lines under way, from the innermost outside of trainer_kit and torch outwards."""
     _, frame = _user_frame()
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(lines)
+    frames = () if frame is None else traceback.walk_stack(frame)
+    return tuple((each.f_code.co_filename, line) for each, line in frames)
 
 
 def _user_frame() -> tuple[int, FrameType | None]:
     """Return the innermost frame outside of trainer_kit and torch, and its `stacklevel` for the caller."""
-    level, frame = 1, sys._getframe(1)
-    found: FrameType | None = frame
-    while found is not None and _package(found.f_globals) in _SKIPPED:
-        level, found = level + 1, found.f_back
-    return level, found
+    level, frame = 1, sys._getframe().f_back
+    while frame is not None and _package(frame.f_globals) in _SKIPPED:
+        level, frame = level + 1, frame.f_back
+    return level, frame
 
 
 def _package(names: dict[str, object]) -> str:
