@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from kit.ranks import free_port
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.store import answers, connect_store, own_candidate, serve_store
+from trainer_kit.launch.store import LimitedStore, answers, connect_store, own_candidate, serve_store
+
+SERVER = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
 
 
 def test_a_store_is_served_and_reached() -> None:
@@ -22,6 +37,64 @@ def test_a_store_is_served_and_reached() -> None:
 def test_what_does_not_answer() -> None:
     assert not answers("127.0.0.1", free_port())
     assert not answers("nowhere.invalid", 1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[int, int]]:
+    """A process that serves a store: its ID and its port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+        process.kill()
+
+
+@pytest.fixture
+def silent(server: tuple[int, int]) -> Iterator[LimitedStore]:
+    """A client of that store, whose process is stopped."""
+    process, port = server
+    limited = LimitedStore(connect_store("127.0.0.1", port), seconds=0.3)
+    limited.set("key", "")
+    limited.set_timeout(timedelta(milliseconds=100))
+    os.kill(process, signal.SIGSTOP)
+    assert answers("127.0.0.1", port), "the system accepts connections for it"
+    yield limited
+    os.kill(process, signal.SIGCONT)
+
+
+def test_a_limited_store_does_what_its_client_does() -> None:
+    limited = LimitedStore(dist.HashStore(), seconds=5)
+    store = PrefixStore("run", limited)  # whose C++ calls the methods of Python
+    store.set("key", "value")
+    assert store.get("key") == limited.get("run/key") == b"value"
+    assert store.check(["key"])
+    assert not store.check(["key", "other"])
+    assert store.compare_set("key", "value", "next") == store.compare_set("key", "", "third") == b"next"
+    assert [store.add("count", 2), store.add("count", 1)] == [2, 3]
+    store.wait(["key", "count"], timedelta(seconds=1))
+    store.multi_set(["first", "second"], ["1", "2"])
+    assert store.multi_get(["first", "second"]) == [b"1", b"2"]
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(DistStoreError, match=r"(?i)timeout"):
+        store.get("never")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        lambda store: store.get("key"),
+        lambda store: store.compare_set("key", "", ""),
+        lambda store: store.add("count", 1),
+        lambda store: store.check(["key"]),
+        lambda store: store.wait(["key"], timedelta(milliseconds=100)),
+    ],
+    ids=["get", "compare_set", "add", "check", "wait"],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="stops a process by a signal")
+def test_a_request_ends_when_the_store_falls_silent(silent: LimitedStore, request_: Callable[[Store], object]) -> None:
+    with pytest.raises(DistStoreError, match=r"has not answered for 0\.[34] s"):
+        request_(PrefixStore("run", silent))
 
 
 def test_a_port_in_use_is_named() -> None:

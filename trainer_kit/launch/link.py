@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from trainer_kit.errors import CutOffError, ProcessesLeft, ProcessFailed
@@ -29,7 +29,7 @@ from trainer_kit.launch.published import (
     beat_key,
     machine_key,
 )
-from trainer_kit.launch.store import answers, connect_store
+from trainer_kit.launch.store import LimitedStore, answers, connect_store
 
 _SILENCE_SECONDS = 5.0
 _EARLY_OPENING_SECONDS = 10.0  # for a training that has just begun, or changed its machines; some never open
@@ -83,13 +83,11 @@ class Link:
         port: The argument of the same name.
         store: Client of the store.
         number: Number of this machine, in order of arrival.
-        tcp_store: The same client, without the prefix of the run.
     """
 
     def __init__(self, address: str, port: int, run_id: str, interval: float, serves: bool = False) -> None:
         self.address, self.port = address, port
-        self.tcp_store: TCPStore = connect_store(address, port)
-        self.store: Store = PrefixStore(run_id, self.tcp_store)
+        self.store = LimitedStore(PrefixStore(run_id, connect_store(address, port)))
         presence = 0 if serves else int(self.store.get(PRESENCE))  # set when the first machine has its number
         self.number: int = self.store.add(MACHINES, 1) - 1
         self._beats = PrefixStore(run_id, connect_store(address, port))  # the other client may be busy

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from trainer_kit.launch.config import LaunchConfig
-from trainer_kit.launch.store import answers, connect_store, serve_store
+from trainer_kit.launch.store import LimitedStore, answers, connect_store, serve_store
 from trainer_kit.utils.units import format_duration
 
 _PATIENCE_SECONDS = 5.0  # until the user sees which machine is missing
@@ -103,9 +103,9 @@ class StaticRendezvous(StaticTCPRendezvous):
             ValueError: If two machines have the same number.
         """
         self._store = None
-        store = self._listen() if self.rank == 0 else self._connect()
-        store.set_timeout(self.timeout)
-        self._store = store
+        server = self._listen() if self.serves else self._connect()
+        server.set_timeout(self.timeout)
+        self._store = store = server if self.serves else LimitedStore(server)
         if store.add(f"arrived-{self.rank}", 1) > 1:
             raise ValueError(f"node_rank={self.rank} is not allowed; another machine has that number")
         try:
@@ -114,7 +114,7 @@ class StaticRendezvous(StaticTCPRendezvous):
                 self._waiting.until(functools.partial(store.check, [f"arrived-{number}"]), whom)
         except RuntimeError as error:
             raise ConnectionError(f"machine 0 ({self.master_addr}) ended before all had come") from error
-        info = RendezvousStoreInfo(self.master_addr, store.port)
+        info = RendezvousStoreInfo(self.master_addr, server.port)
         return RendezvousInfo(PrefixStore(self.run_id, store), self.rank, self.world_size, info)
 
     def _listen(self) -> TCPStore:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistStoreError
 
 from trainer_kit.launch.config import LaunchConfig
 from trainer_kit.utils.background import in_background
 
 _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
+_REQUEST_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 def own_candidate(config: LaunchConfig) -> int | None:
@@ -80,6 +86,58 @@ def connect_store(address: str, port: int, seconds: float = 2 * _CONNECT_SECONDS
             f"what answers at {address}:{port} is not the launcher of machine 0; check master_addr and master_port"
         )
     return store.result()
+
+
+class LimitedStore(Store):
+    """A client of a store whose requests end when the machine with the store falls silent.
+
+    A `TCPStore` waits for the answer to a request without a limit. After a cut cable, that is until the system gives
+    the connection up, a quarter of an hour later. Requests end in a `DistStoreError` here.
+
+    Keep a reference to it as long as a `PrefixStore` uses it, which holds only the part of it that is not Python.
+
+    Args:
+        client: The client.
+        seconds: Limit for the answer to a request; `get` and `wait` also wait for keys, see `set_timeout`.
+    """
+
+    def __init__(self, client: Store, seconds: float = _REQUEST_SECONDS) -> None:
+        super().__init__()
+        self._client = client
+        self._seconds = seconds
+        self.set_timeout(client.timeout)  # type: ignore[attr-defined]  # missing in the stub
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+        self._ask(lambda: self._client.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait for its key."""
+        self.wait([key])
+        return self._ask(lambda: self._client.get(key))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Set a value if the present one is the expected one ("" for none), and return the one that is then there."""
+        return self._ask(lambda: self._client.compare_set(key, expected_value, desired_value))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, and return the sum."""
+        return self._ask(lambda: self._client.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+        return self._ask(lambda: self._client.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
+        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
+        self._ask(lambda: self._client.wait(keys, limit), limit.total_seconds())
+
+    def _ask(self, request: Callable[[], T], seconds: float = 0.0) -> T:
+        answer = in_background(request, "trainer_kit request")
+        if not concurrent.futures.wait([answer], timeout=seconds + self._seconds).done:
+            raise DistStoreError(f"the rendezvous store has not answered for {seconds + self._seconds:g} s")
+        return answer.result()
 
 
 def answers(address: str, port: int) -> bool:
