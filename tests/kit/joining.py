@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kit.preloaded import PreloadedPython
+from kit.ranks import free_port
 from trainer_kit.utils import new_place
 
 _SECONDS = 60.0
@@ -45,23 +47,20 @@ class Joining:
     """
 
     def __init__(self, folder: Path, **fields: Any) -> None:
-        from kit.ranks import free_port
-
         self.folder = folder
         limits = {"num_nodes": 3, "min_nodes": 2, "last_call": 30.0, "start_timeout": 60.0, "num_processes": 3}
         self.fields = {**limits, "master_port": free_port(), "cpu": True, **fields}
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self.launchers: dict[int, PreloadedPython] = {}
 
     def start(self, machine: int, digest: str = "same", how: str = "") -> None:
         """Start a launcher; `how` says how its ranks prepare as newcomers, see `_prepare`."""
         fields = {**self.fields, "node_rank": machine, "rdzv_conf": {"is_host": machine == 0}}
-        words = [sys.executable, "-m", "kit.joining", "launch", json.dumps(fields), str(self.folder), digest, how]
+        words = ["-m", "kit.joining", "launch", json.dumps(fields), str(self.folder), digest, how]
         root = Path(__file__).parents[1]
         paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", str(root.parent))])
-        with open(self.folder / f"said-{machine}", "wb") as file:
-            self.launchers[machine] = subprocess.Popen(
-                words, env=os.environ | {"PYTHONPATH": paths}, stdout=file, stderr=subprocess.STDOUT
-            )
+        file = self.folder / f"said-{machine}"
+        file.unlink(missing_ok=True)
+        self.launchers[machine] = PreloadedPython(words, file, file, os.environ | {"PYTHONPATH": paths})
 
     def said(self, machine: int) -> str:
         return (self.folder / f"said-{machine}").read_text()
@@ -118,7 +117,7 @@ def launch(fields: str, folder: str, *words: str) -> None:
     from trainer_kit.launch.processes import run_processes
 
     config = LaunchConfig(**json.loads(fields))
-    args = ["-m", "kit.joining", "rank", folder, str(config.node_rank), *words]
+    args = ["-m", "trainer_kit.launch.script", "-m", "kit.joining", "rank", folder, str(config.node_rank), *words]
     try:
         run_processes(config, sys.executable, args, say=lambda text: print(text, flush=True))
     except ProcessesLeft as left:

@@ -70,7 +70,7 @@ class Job:
         while not ready():
             if self.process.poll() is not None or time.monotonic() > end:
                 raise AssertionError(f"{what} never came: {self.err.read_text()}")
-            time.sleep(0.001)
+            time.sleep(0.01)
 
     def finish(self) -> tuple[int, str]:
         """Waits for the end, after which nothing may run; the exit code, and what was written to stderr."""
@@ -113,7 +113,7 @@ def wait_until(ready: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + LIMIT
     while not ready():
         assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 class Ending(NamedTuple):
