@@ -187,6 +187,102 @@ def test_modules_of_compute_loss_carry_state_too(tmp_path: Path) -> None:
     assert resumed == weights
 
 
+class Calibrated(nn.Module):
+    """A scale that the first three passes find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.passes < 3:
+            self.passes += 1
+            self.scale.mul_(0.5).add_(x.abs().mean(0))
+        return self.layer(x) / self.scale
+
+
+def test_what_no_longer_changes_comes_back_with_each_resume(tmp_path: Path) -> None:
+    straight, weights = train(tmp_path / "straight", Calibrated)
+    losses = []
+    for stop in (4, 6, 8):
+        losses += train(tmp_path / "resumed", Calibrated, stop=stop)[0]
+    rest, resumed = train(tmp_path / "resumed", Calibrated)
+    assert losses + rest == straight
+    assert resumed == weights
+
+
+class Centered(nn.Module):
+    """A center that is written through `.data`, which counts as no version of a tensor."""
+
+    assigns = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("center", torch.zeros(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        if self.assigns:
+            self.center.data = 0.9 * self.center + 0.1 * out.detach().mean(0)
+        else:
+            self.center.data.lerp_(out.detach().mean(0), 0.1)
+        return out - self.center.clone()
+
+
+class Assigned(Centered):
+    assigns = True
+
+
+@pytest.mark.parametrize("kind", [Centered, Assigned])
+def test_writes_to_data_are_seen(kind: type[nn.Module], tmp_path: Path) -> None:
+    straight, weights = train(tmp_path / "straight", kind)
+    first, _ = train(tmp_path / "resumed", kind, stop=4)
+    rest, resumed = train(tmp_path / "resumed", kind)
+    assert first + rest == straight
+    assert resumed == weights
+
+
+@pytest.mark.parametrize("size", [4, 600])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_teacher_outside_of_the_model_continues(is_frozen: bool, size: int, tmp_path: Path) -> None:
+    def student() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, size), nn.Linear(size, size), nn.Linear(size, 4))
+
+    def loss_of() -> Any:
+        torch.manual_seed(1)
+        teacher = student().requires_grad_(not is_frozen)
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            with torch.no_grad():
+                target = teacher(batch[0])
+                for own, followed in zip(teacher.parameters(), model.parameters(), strict=True):
+                    own.data.lerp_(followed.data, 0.1)
+            return (model(batch[0]) - target).square().mean()
+
+        return loss
+
+    straight, weights = train(tmp_path / "straight", student, loss=loss_of())
+    first, _ = train(tmp_path / "resumed", student, stop=4, loss=loss_of())
+    (carried,) = read_carried(tmp_path / "resumed" / "run" / "checkpoint-4")
+    assert len(carried["buffers"]) == 6
+    rest, resumed = train(tmp_path / "resumed", student, loss=loss_of())
+    assert first + rest == straight
+    assert resumed == weights
+
+
+def test_a_frozen_teacher_is_not_saved(tmp_path: Path) -> None:
+    teacher = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - teacher(batch[0]).detach()).square().mean()
+
+    train(tmp_path, lambda: nn.Linear(4, 4), stop=4, loss=loss)
+    assert not read_carried(tmp_path / "run" / "checkpoint-4")
+
+
 def test_another_start_computes_its_own_cache(tmp_path: Path) -> None:
     train(tmp_path, Queue, stop=4)
     (carried,) = read_carried(tmp_path / "run" / "checkpoint-4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -179,6 +180,27 @@ def test_a_discriminator_with_an_optimizer_of_its_own_is_fine(tmp_path: Path) ->
         return -critic(output).mean()
 
     assert warned(tmp_path, compute) == []
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_optimizer_of_compute_loss_whose_state_nothing_saves_is_a_warning(tmp_path: Path, is_kept: bool) -> None:
+    critic = nn.Linear(3, 1)
+    own = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        output = model(batch["x"])
+        own.zero_grad()
+        critic(output.detach()).mean().backward()
+        own.step()
+        return -critic(output).mean()
+
+    args = arguments(tmp_path, max_steps=2, save_strategy="epoch")
+    trainer = Trainer(nn.Linear(4, 3), args, samples(), compute_loss=compute)
+    if is_kept:
+        trainer.run.stateful["critic"] = own
+    expected = r"compute_loss holds an optimizer \(SGD\) whose state no checkpoint holds"
+    with contextlib.nullcontext() if is_kept else pytest.warns(UserWarning, match=expected):
+        trainer.train()
 
 
 def test_objects_that_cannot_be_looked_at_are_left_alone(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdRef
 from trainer_kit.utils.fingerprint import fingerprints
 from trainer_kit.utils.generators import is_generator, is_global_generator, state_of_generator
 from trainer_kit.utils.pytree import flatten_state
+from trainer_kit.utils.vectors import as_vector
 
 _DEEPEST = 3
 """Levels of containers and objects to look into."""
@@ -25,6 +26,8 @@ _MOST = 1_000
 """Largest number of entries to look at in all attributes."""
 _LARGEST = 2**16
 """Largest array to read, in bytes."""
+_READ = 2**18
+"""Largest tensor of which all elements are read; of larger ones about so many."""
 _CONTAINERS = (dict, list, tuple, deque)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, torch.Tensor)
 
@@ -82,6 +85,12 @@ def note_of_tensor(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, nn.Parameter) or tensor.is_inference():
         return None
     return "tensor", WeakIdRef(tensor), tensor._version
+
+
+def note_of_bits(tensor: torch.Tensor) -> Any:
+    """Return what other bits of a tensor change: all elements of a small one, evenly spaced ones of a large one."""
+    flat = as_vector(tensor.detach())
+    return tensor.shape, fingerprints([flat[:: -(-len(flat) // _READ) or 1]])
 
 
 def bits_of(value: Any) -> Any:

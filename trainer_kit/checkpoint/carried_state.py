@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer_kit.callback import Callback
-from trainer_kit.checkpoint.attribute_notes import AttributeNotes, bits_of, note_of_tensor
+from trainer_kit.checkpoint.attribute_notes import AttributeNotes, bits_of, note_of_bits, note_of_tensor
 from trainer_kit.checkpoint.format.safetensors_writer import refuse_unstorable
 from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carried, read_trainer
 from trainer_kit.checkpoint.rank_allocators import is_rank_allocator, set_state_of_allocator, state_of_allocator
@@ -22,7 +22,6 @@ from trainer_kit.data.own_generators import held_generators
 from trainer_kit.data.run_length import RunLength
 from trainer_kit.loss.outside_modules import outside_modules
 from trainer_kit.run import Run
-from trainer_kit.utils.fingerprint import fingerprints
 from trainer_kit.utils.generators import (
     is_generator,
     set_state_of_generator,
@@ -43,11 +42,12 @@ _RESTORED = _BUFFERS, _GENERATORS, _ALLOCATORS = "buffers", "generators", "rank 
 class CarriedState:
     """State that a model, and modules of `compute_loss`, carry from batch to batch outside of the model's `state_dict`.
 
-    It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks and random generators in attributes,
-    if they have changed since training began: a spiking network's membrane, a memory bank. A buffer that only the
-    first step has changed is a cache, which another start computes for its own settings. Random generators that
-    `compute_loss`, the optimizer and callbacks hold are part of it too. One that the checkpoint lacks has not been
-    drawn from before, so that a rollback brings it back to its first state.
+    It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks, buffers and weights of modules of
+    `compute_loss`, and random generators in attributes, if they have changed since training began: a spiking network's
+    membrane, a memory bank, a teacher that follows the model. A tensor that only the first step has changed is a cache,
+    which another start computes for its own settings. Random generators that `compute_loss`, the optimizer and
+    callbacks hold are part of it too. One that the checkpoint lacks has not been drawn from before, so that a rollback
+    brings it back to its first state.
 
     Tensors and numbers in attributes, and in the containers and objects there, may be such state too, or flags and
     caches that belong to this process. So they are not restored; the log of a resume names the attributes that change.
@@ -63,6 +63,7 @@ class CarriedState:
         self._start, self._before = 0, dict[str, Any]()
         self._initial: dict[str, Any] = {}  # states of generators
         self._first: tuple[int, dict[str, Any]] | None = None  # step and notes after the first step
+        self._restored: set[str] = set()  # names of tensors, which an earlier start has changed
 
     def begin(self, compute_loss: Callable[..., Any] | None, callbacks: Iterable[Callback] = ()) -> None:
         """Note what there is before a checkpoint is loaded and before the first step; the model is on its device.
@@ -90,8 +91,10 @@ class CarriedState:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
         used = {name for name, note in notes.items() if note != self._before.get(name)}
-        changed = {name for name in used if notes[name] != first.get(name)}
-        buffers = {name: part._buffers[key] for name, part, key in self._buffers() if name in changed}
+        changed = {name for name in used if notes[name] != first.get(name)} | self._restored
+        buffers = {
+            name: own[key].detach() for name, own, key in self._tensors() if name in changed and own[key] is not None
+        }
         generators = {name: state_of_generator(each) for name, each in held if name in used and is_generator(each)}
         found = {name: state_of_allocator(each) for name, each in held if is_rank_allocator(each)}
         allocators = {name: each for name, each in found.items() if each}
@@ -137,10 +140,13 @@ class CarriedState:
         """Restore what `own` returned, see `load`."""
         buffers, generators, allocators = (dict(state.get(kind, {})) for kind in _RESTORED)
         first_or_saved = self._initial | generators
-        for name, part, key in self._buffers():
-            present, value = part._buffers.get(key), buffers.get(name)
-            if value is not None and (keeps_batches or (present is not None and present.shape == value.shape)):
-                part._buffers[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
+        self._restored = set()
+        for name, own, key in self._tensors():
+            present, value = own.get(key), buffers.get(name)
+            may_grow = keeps_batches and not isinstance(present, nn.Parameter)
+            if value is not None and (may_grow or (present is not None and present.shape == value.shape)):
+                own[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
+                self._restored.add(name)
         for name, each in self._attributes():
             if name in first_or_saved and is_generator(each):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
@@ -169,11 +175,20 @@ class CarriedState:
             for path, part in module.named_modules(prefix=f"compute_loss {number} {type(module).__name__}"):
                 yield f"{path}.", part, True
 
-    def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield the name of each buffer that the model's `state_dict` lacks, its module, and its name there."""
+    def _tensors(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the buffers that the model's `state_dict` lacks, and the buffers and weights of modules outside of it.
+
+        Weights that the optimizer trains are left out, of which `OutsideModules` warns. Each tensor comes as its name,
+        the dict of the module that holds it, and its key there.
+        """
+        optimizer = self._run.optimizer
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]} if optimizer else ()
         for prefix, part, is_outside in self._parts():
             for key in sorted(part._buffers if is_outside else part._non_persistent_buffers_set):
-                yield f"{prefix}{key}", part, key
+                yield f"{prefix}{key}", part._buffers, key
+            for key in sorted(part._parameters) if is_outside else ():
+                if id(part._parameters[key]) not in trained:
+                    yield f"{prefix}{key}", part._parameters, key
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for prefix, part, _ in self._parts():
@@ -189,16 +204,16 @@ class CarriedState:
         for name, value in attributes:
             with contextlib.suppress(Exception):  # such as a reference to what is gone: only a line of the log lacks it
                 notes[name] = walk.note(value)
-        for name, part, key in self._buffers():
+        reads_bits = not self._run.strategy.static_shapes  # else each reading would be compiled
+        for name, own, key in self._tensors():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
-                value = part._buffers.get(key)
-                if value is not None:
-                    refuse_unstorable(name, value)
-                # Batch norms do not count their changes as versions; those of the model are in its `state_dict`.
-                if value is not None and key not in part._non_persistent_buffers_set:
-                    notes[name] = fingerprints([value]), value.shape
-                else:
-                    notes[name] = ("none",) if value is None else note_of_tensor(value)
+                value = own.get(key)
+                if value is None:
+                    notes[name] = ("none",)
+                    continue
+                refuse_unstorable(name, value)
+                # Neither batch norms nor writes to `.data` count as versions.
+                notes[name] = note_of_tensor(value), note_of_bits(value) if reads_bits else None
         return {name: note for name, note in notes.items() if note is not None}
 
 

@@ -37,9 +37,8 @@ class OutsideModules:
     """
 
     def __init__(self, compute_loss: Callable[..., Any] | None, model: nn.Module) -> None:
-        modules, optimizers = _found(compute_loss, model)
+        modules, self._optimizers = _found(compute_loss, model)
         self._before = {module: _gradients(module) for module in modules}
-        self._trained = {parameter for each in optimizers for parameter in _parameters(each)}
 
     def warn(
         self, optimizer: torch.optim.Optimizer, own: Iterable[torch.Tensor], saved: Iterable[Stateful] | None
@@ -52,17 +51,24 @@ class OutsideModules:
             saved: What checkpoints hold apart from model and optimizer; None in a run without checkpoints.
         """
         held = set(_parameters(optimizer))
-        trained = held | self._trained
+        trained = held.union(*map(_parameters, self._optimizers))
         forgotten = [module for module, before in self._before.items() if _gradients(module, trained) - before]
         if forgotten:
             warn(
                 f"compute_loss computes gradients for weights of {_named(forgotten)}, which the optimizer does not "
                 "have and so does not train; make it a part of the model, or freeze it by requires_grad_(False)"
             )
-        strangers = held.difference(own)
-        if saved is None or not strangers:
+        strangers, others = held.difference(own), [each for each in self._optimizers if each.state]
+        if saved is None or not (strangers or others):
             return
         safe = {tensor.data_ptr() for tensor in tensors([each.state_dict() for each in saved])}
+        unsaved = [each for each in others if any(each.data_ptr() not in safe for each in tensors(dict(each.state)))]
+        if unsaved:
+            names = join_names(type(each).__name__ for each in unsaved)
+            warn(
+                f"compute_loss holds an optimizer ({names}) whose state no checkpoint holds, so that a resume is not "
+                "exact; add it to trainer.run.stateful"
+            )
         if lost := [parameter for parameter in strangers if parameter.data_ptr() not in safe]:
             warn(
                 f"the optimizer has parameters that are not the model's ({len(lost)}), which no checkpoint holds; make "
