@@ -56,7 +56,7 @@ def test_which_loader_it_is() -> None:
 @pytest.mark.parametrize("kind", [list, iter])
 def test_evaluation_uses_its_own_batch_size(kind: Any) -> None:
     run = make_run(None, per_device_train_batch_size=2, per_device_eval_batch_size=5)
-    assert [counts.samples for _, counts in make_evaluation_batches(run, kind(rows(7)), READING)] == [5, 2]
+    assert [counts.samples for _, counts, _ in make_evaluation_batches(run, kind(rows(7)), READING)] == [5, 2]
 
 
 @pytest.mark.parametrize("kind", [list, iter])
@@ -65,17 +65,17 @@ def test_a_batch_has_samples_for_each_device(kind: Any) -> None:
     run.strategy.devices = 3
     loader = make_train_loader(run, READING)
     assert [micro.counts.samples for micro in loader.micro_batches(0, 0, 2)] == [6, 6]
-    assert [counts.samples for _, counts in make_evaluation_batches(run, kind(rows(14)), READING)] == [6, 6, 2]
+    assert [counts.samples for _, counts, _ in make_evaluation_batches(run, kind(rows(14)), READING)] == [6, 6, 2]
 
 
 def test_a_halved_evaluation_batch_cuts_those_of_a_loader() -> None:
     batches = BatchSampler(SequentialSampler(range(14)), 7, drop_last=False)
     for loader in (DataLoader(rows(14), batch_size=7), DataLoader(rows(14), batch_sampler=batches)):
         run = make_run(None)
-        sizes = [counts.samples for _, counts in make_evaluation_batches(run, loader, READING, 8)]
+        sizes = [counts.samples for _, counts, _ in make_evaluation_batches(run, loader, READING, 8)]
         assert sizes == [7, 7]
         run.state.eval_batch = 4
-        sizes = [counts.samples for _, counts in make_evaluation_batches(run, loader, READING, 4)]
+        sizes = [counts.samples for _, counts, _ in make_evaluation_batches(run, loader, READING, 4)]
         assert sizes == [4, 3, 4, 3]
 
 

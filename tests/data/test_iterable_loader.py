@@ -180,7 +180,7 @@ def test_a_dataset_that_all_workers_read_whole_is_a_warning(dataset: Plain, work
 
     def samples() -> int:
         batches = StreamEvaluation(dataset, Layout(2), LoaderConfig(stack, SEED, workers))
-        return sum(len(batch["x"]) for batch, _ in batches)
+        return sum(len(batch["x"]) for batch, _, _ in batches)
 
     if not is_warned:
         assert samples() == 12

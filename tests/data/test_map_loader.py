@@ -326,12 +326,12 @@ def test_every_copy_of_the_dataset_is_told_of_the_epoch(workers: int) -> None:
 def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> None:
     dataset = Counting(11, noisy=True)
     batches = [list(evaluation_batches(dataset, Layout(4), reading(workers))) for _ in range(2)]
-    assert [counts.samples for _, counts in batches[0]] == [4, 4, 3]
-    assert torch.cat([batch["x"] for batch, _ in batches[0]])[:, 0].tolist() == list(range(11))
-    for (one, _), (other, _) in zip(*batches, strict=True):
+    assert [counts.samples for _, counts, _ in batches[0]] == [4, 4, 3]
+    assert torch.cat([batch["x"] for batch, _, _ in batches[0]])[:, 0].tolist() == list(range(11))
+    for (one, *_), (other, *_) in zip(*batches, strict=True):
         assert torch.equal(one["x"], other["x"])
-    reference, _ = next(evaluation_batches(Counting(11, noisy=True), Layout(11), reading(0)))
-    assert torch.equal(torch.cat([batch["x"] for batch, _ in batches[0]]), reference["x"])
+    reference, *_ = next(evaluation_batches(Counting(11, noisy=True), Layout(11), reading(0)))
+    assert torch.equal(torch.cat([batch["x"] for batch, _, _ in batches[0]]), reference["x"])
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, [2, 4, 8, 16, 16, 14]), (1.0, [2] * 30)])
@@ -347,9 +347,11 @@ def test_more_small_batches_are_read_at_once_while_reading_is_quick(
     assert [number for number in reads if number] == expected
 
 
-def test_evaluation_of_nothing_gives_nothing_and_idle_ranks_read_nothing() -> None:
+def test_evaluation_of_nothing_gives_nothing_and_idle_ranks_get_a_dummy_batch() -> None:
     assert list(evaluation_batches(Counting(0), Layout(4), reading())) == []
-    assert list(evaluation_batches(Counting(3), Layout(4, readers=2, reader=1), reading())) == []
+    ((batch, _, is_dummy),) = evaluation_batches(Counting(3), Layout(4, readers=2, reader=1), reading())
+    assert is_dummy
+    assert batch["x"][:, 0].tolist() == [0, 1]
 
 
 class Columns(list[Any]):

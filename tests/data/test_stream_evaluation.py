@@ -24,8 +24,8 @@ def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> 
     def evaluated() -> list[list[list[float]]]:
         reading = LoaderConfig(stack, SEED, workers)
         found = list(StreamEvaluation(Plain(11), Layout(4), reading))
-        assert sum(counts.samples for _, counts in found) == 11
-        return [batch["x"].tolist() for batch, _ in found]
+        assert sum(counts.samples for _, counts, _ in found) == 11
+        return [batch["x"].tolist() for batch, _, _ in found]
 
     torch.manual_seed(1)
     first = evaluated()
@@ -40,12 +40,17 @@ def test_evaluation_reads_each_sample_once_and_always_the_same(workers: int) -> 
 def test_evaluation_is_dealt_in_turn(length: int, size: int, processes: int) -> None:
     def evaluated(layout: Layout) -> list[Any]:
         found = list(StreamEvaluation(Plain(length), layout, LoaderConfig(stack, SEED)))
-        assert [len(batch["x"]) for batch, _ in found] == [counts.samples for _, counts in found]
-        return [batch["x"].tolist() for batch, _ in found]
+        assert [len(batch["x"]) for batch, _, _ in found] == [counts.samples for _, counts, _ in found]
+        numbers.append(len(found))
+        dummies = [is_dummy for *_, is_dummy in found]
+        assert not any(dummies[:-1])
+        return [batch["x"].tolist() for batch, _, is_dummy in found if not is_dummy]
 
+    numbers: list[int] = []
     alone = evaluated(Layout(size))
     for rank in range(processes):
         assert evaluated(Layout(size, 1, processes, rank)) == alone[rank::processes]
+    assert {*numbers[1:]} == {-(-numbers[0] // processes)}, "all processes have as many"
 
 
 class Moved(Plain):

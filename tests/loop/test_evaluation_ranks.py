@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from kit.ranks import on_ranks
 from kit.trainer import UNUSED
 from torch import nn
@@ -328,3 +329,39 @@ def by_own_loss() -> list[list[float]]:
 @pytest.mark.distributed
 def test_the_model_may_be_called_by_itself() -> None:
     assert on_ranks(2, by_own_loss) == [by_own_loss()] * 2
+
+
+def evaluate_with_calls(length: int, streams: bool, communicates: bool) -> tuple[float, float, int]:
+    """The loss and a metric of a second evaluation, and how often the loss function was called."""
+    calls = 0
+
+    def compute_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        output: dict[str, torch.Tensor] = model(batch["x"], batch["labels"])
+        if communicates and dist.is_initialized():
+            dist.all_reduce(torch.ones(1))  # as a contrastive loss that gathers the samples of all processes
+        return output
+
+    args = TrainingArguments(UNUSED, use_cpu=True, per_device_eval_batch_size=2, report_to="none", disable_tqdm=True)
+    dataset = Stream(length) if streams else samples(length)
+    metrics = {"accuracy": MulticlassAccuracy(CLASSES, ignore_index=-100)}
+    trainer = Trainer(Classifier(), args, compute_loss=compute_loss, eval_dataset=dataset, metrics=metrics)
+    found = trainer.evaluate()
+    return found["eval_loss"], float(found["eval_accuracy"]), calls
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_loss_with_collectives_is_called_as_often_on_all_processes(streams: bool) -> None:
+    """Batches of 2: 5 samples are 3 batches, of which the last process of 2 has one, and that of 3 one too."""
+    for length, processes, most in ((5, 2, 2), (8, 3, 2), (7, 3, 2)):
+        loss, accuracy, _ = evaluate_with_calls(length, streams, communicates=True)
+        for own_loss, own_accuracy, calls in on_ranks(
+            processes, evaluate_with_calls, length, streams, True, timeout=60
+        ):
+            assert own_loss == pytest.approx(loss, rel=1e-12)
+            assert own_accuracy == pytest.approx(accuracy, rel=1e-6)
+            assert calls == most
+    quiet = on_ranks(2, evaluate_with_calls, 5, streams, False)
+    assert [calls for *_, calls in quiet] == [2, 1], "a dummy batch would count in what the function collects"

@@ -157,8 +157,8 @@ def make_train_loader(
 
 def make_evaluation_batches(
     run: Run, dataset: Any, reading: LoaderConfig, size: int | None = None
-) -> Iterable[tuple[Any, Counts]]:
-    """Return the batches of an evaluation with their counts.
+) -> Iterable[tuple[Any, Counts, bool]]:
+    """Return the batches of an evaluation with their counts, and whether each is a dummy batch (see `EvalBatch`).
 
     Args:
         run: The run.

@@ -258,8 +258,8 @@ def evaluation_batches(
     reading: LoaderConfig,
     plan: Iterable[BatchIndices] | None = None,
     reads_several: bool = False,
-) -> Iterator[tuple[Any, Counts]]:
-    """Yield this process's batches of an evaluation, with their counts.
+) -> Iterator[tuple[Any, Counts, bool]]:
+    """Yield this process's batches of an evaluation, with their counts, and whether each is a dummy batch.
 
     Args:
         dataset: A dataset with `__len__` and `__getitem__`.
@@ -274,7 +274,7 @@ def evaluation_batches(
     else:
         fetched = _fetched(dataset, plan, reading)
     for slot, batch in fetched:
-        yield batch, count(batch, len(slot.indices))
+        yield batch, count(batch, len(slot.indices)), slot.is_dummy
 
 
 def _fetched_together(fetcher: Fetcher, plan: Iterator[BatchIndices]) -> Iterator[tuple[BatchIndices, Any]]:

@@ -257,11 +257,11 @@ def batch_steps(order: EpochOrder, position: int, layout: Layout, passed_over: S
 
 
 def evaluation_plan(order: EpochOrder, layout: Layout) -> Iterator[BatchIndices]:
-    """Yield this process's batches of an evaluation in a sampler's order; some processes may have one less."""
+    """Yield this process's batches of an evaluation in a sampler's order; see `evaluation_slots`."""
     if order.ends is None:
         return order.numbered(evaluation_slots(len(order.indices), layout, order.indices))
     single = layout._replace(accumulation=1)
-    return order.numbered(slot for slot in batch_slots(order, -1, 0, single) if not slot.is_dummy)
+    return order.numbered(batch_slots(order, -1, 0, single))
 
 
 def _windows(

@@ -329,7 +329,7 @@ def _windows(kept: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]
 
 
 def evaluation_slots(length: int, layout: Layout, order: torch.Tensor | None = None) -> Iterator[BatchIndices]:
-    """Yield this process's batches of an evaluation; some processes may have one less.
+    """Yield this process's batches of an evaluation, with a dummy batch where only others have one in the last round.
 
     Args:
         length: Samples in the dataset.
@@ -337,5 +337,4 @@ def evaluation_slots(length: int, layout: Layout, order: torch.Tensor | None = N
         order: Dataset indices in their order; None: the dataset's order.
     """
     single = layout._replace(accumulation=1)
-    found = slots(range(length) if order is None else order, -1, 0, single)
-    return (slot for slot in found if not slot.is_dummy)
+    return slots(range(length) if order is None else order, -1, 0, single)

@@ -24,7 +24,7 @@ def different_samples(role: str) -> str:
 
 
 class StreamEvaluation:
-    """This process's batches of an evaluation over an iterable dataset, with their counts.
+    """This process's batches of an evaluation over an iterable dataset, as of `evaluation_batches`.
 
     Every process reads the whole dataset. Its k-th batch is number k * readers + reader, in the order of the dataset
     or, with several workers, of their batches in turn.
@@ -42,12 +42,16 @@ class StreamEvaluation:
         self.fingerprint = 0
         self._reader, self._layout = StreamReader(dataset, layout, reading), layout
 
-    def __iter__(self) -> Iterator[tuple[Any, Counts]]:
+    def __iter__(self) -> Iterator[tuple[Any, Counts, bool]]:
         layout, found = self._layout, xxh3_64()
+        number, read = -1, None
         for number, read in enumerate(self._reader.rounds()):
             if layout.readers > 1:
                 found.update(digest(read.parts) or b"")
             if number % layout.readers == layout.reader:
                 for batch, samples in zip(read.parts, read.sizes, strict=True):
-                    yield batch, count(batch, samples)
+                    yield batch, count(batch, samples), False
+        if read is not None and number % layout.readers < layout.reader:
+            for batch, samples in zip(read.parts, read.sizes, strict=True):
+                yield batch, count(batch, samples), True
         self.fingerprint = found.intdigest() if layout.readers > 1 else 0

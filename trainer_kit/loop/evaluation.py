@@ -35,6 +35,7 @@ from trainer_kit.loop.metrics import (
     outputs_in,
     predictions_in,
     scores_by_name,
+    update_metric,
 )
 from trainer_kit.loop.prediction import EvalPrediction, PredictionOutput
 from trainer_kit.loss.batch import IGNORED, Counts, labels_of, missing_label, samples_of, shape_of, targets_of
@@ -47,6 +48,8 @@ from trainer_kit.utils.module_modes import evaluating
 from trainer_kit.utils.pytree import map_tensors
 from trainer_kit.utils.rng import generators_kept
 from trainer_kit.utils.user_warnings import warn
+
+Batches = Iterable[tuple[Any, Counts, bool]]
 
 
 class _Tally(NamedTuple):
@@ -97,7 +100,7 @@ class _Outcome(NamedTuple):
         inputs: The model's main input; None if it is not needed.
         loss: The mean loss of the batch; None without one.
         rows: Samples in the batch, including padding.
-        samples: Samples in the batch, without padding.
+        samples: Samples in the batch, without padding; 0 for a dummy batch.
     """
 
     predictions: Any
@@ -151,6 +154,7 @@ class Evaluator:
         self.run = run
         self.inspection = inspection
         self.loss = inspection.loss
+        self._communicates = False  # whether the user's code has called collectives in a pass
         self.metrics = metrics
         self.compute_metrics = compute_metrics
         self._batch_metrics = None
@@ -161,7 +165,7 @@ class Evaluator:
         self._label_columns = label_columns_of(self.loss.module) if self.loss.compute_loss is None else []
         self._ignored_outputs = ignored_outputs(self.loss.module)
 
-    def __call__(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool = False) -> PredictionOutput:
+    def __call__(self, batches: Batches, prefix: str, keep: bool = False) -> PredictionOutput:
         """Evaluate the batches of a dataset. Collective.
 
         - `PREFIX_loss` (as the loss): Mean over all items of the dataset.
@@ -171,8 +175,9 @@ class Evaluator:
         - `PREFIX_steps_per_second` (batches/s): Batches of one process by the duration.
 
         Args:
-            batches: This process's batches on the host, with their counts. Batches are dealt out in turn: the k-th
-                one here is number k * readers + reader of the dataset.
+            batches: This process's batches on the host, with their counts, and whether each is a dummy batch, see
+                `EvalBatch`. Batches are dealt out in turn: the k-th one here is number k * readers + reader of the
+                dataset.
             prefix: Prefix of each metric's name: "eval" gives "eval_loss".
             keep: Whether to return predictions and labels. Host memory then grows with the dataset on every process;
                 with `compute_metrics` alone it grows on the main process.
@@ -190,7 +195,7 @@ class Evaluator:
         with self._batch_metrics or contextlib.nullcontext():
             return self._evaluate(batches, prefix, keep)
 
-    def _evaluate(self, batches: Iterable[tuple[Any, Counts]], prefix: str, keep: bool) -> PredictionOutput:
+    def _evaluate(self, batches: Batches, prefix: str, keep: bool) -> PredictionOutput:
         begin = time.perf_counter()
         strategy = self.run.strategy
         begin_metrics(self.metrics, strategy)
@@ -235,7 +240,7 @@ class Evaluator:
         pad_id = None if self.generate is None else self.generate.pad_id
         return Collected(IGNORED if pad_id is None else pad_id, run.args.eval_do_concat_batches, consume)
 
-    def _run(self, batches: Iterable[tuple[Any, Counts]], collected: Collected | None, keep: bool) -> _Tally:
+    def _run(self, batches: Batches, collected: Collected | None, keep: bool) -> _Tally:
         """Evaluate this process's batches."""
         run, strategy = self.run, self.run.strategy
         samples, steps, interrupted = 0, 0, False
@@ -253,13 +258,15 @@ class Evaluator:
             on_host = itertools.starmap(EvalBatch, batches)
             ahead = Lookahead(on_host if strategy.static_shapes else strategy.prepare_loader(on_host))
             check_others = strategy.session.watch()
-            outcomes = map(partial(self._forward, padding, totals, wanted), itertools.count(), ahead)
+            passes = (item for item in ahead if self._communicates or not item.is_dummy)
+            outcomes = map(partial(self._forward, padding, totals, wanted), itertools.count(), passes)
             for outcome in one_behind(outcomes) if strategy.static_shapes else outcomes:
                 if not (strategy.static_shapes or strategy.device_info.reads_without_sync):
                     self._fetch_during_pass(ahead)
-                self._take(outcome, collected)
-                samples += outcome.samples
-                steps += 1
+                if outcome.samples:
+                    self._take(outcome, collected)
+                    samples += outcome.samples
+                    steps += 1
                 del outcome  # its predictions would stay on the device during the next forward pass
                 check_others()
                 interrupted = run.requests.exit_code is not None or strategy.session.is_preempted
@@ -281,6 +288,8 @@ class Evaluator:
     ) -> _Outcome:
         """Run one forward pass without waiting for the device, and add the loss to `totals`."""
         args, strategy, host_batch, counts = self.run.args, self.run.strategy, item.batch, item.counts
+        if item.is_dummy:
+            totals = totals._replace(loss=MeanLoss(strategy), logged=LoggedMeans(strategy))
         with_loss = self._targets(host_batch) is not None or wanted.loss
         fills = padding.wants(host_batch, counts.samples, with_loss)
         batch = strategy.to_device(pad_rows(host_batch, padding.rows) if fills else host_batch)
@@ -294,7 +303,10 @@ class Evaluator:
         strategy.seed(mix(args.seed, -1, of_all))
         labelled = host_batch if strategy.static_shapes else batch
         labels = self._targets(labelled) if wanted.predictions else None  # before a compute_loss pops them
+        begun = strategy.collectives.begun()
         both, value = self._predictions(batch, counts, totals, with_loss, wanted)
+        # Passes of a sharded model are collectives, whose number is evened without the user's code.
+        self._communicates |= strategy.collectives.begun() > begun and not strategy.sharding.is_active
         labels = self._targets(labelled) if labels is None and wanted.predictions else labels  # it may make some
         predictions, outputs = strategy.collectives.unshard(both) if wanted.predictions else (None, None)
         strategy.device_info.mark_step()
@@ -308,7 +320,8 @@ class Evaluator:
                 f"metrics need labels, but the batch is {shape_of(batch)}; set label_names to those that are labels"
             )
         rows = samples_of(batch) if fills else counts.samples
-        return _Outcome(predictions, outputs, labels, inputs, value, rows, counts.samples)
+        samples = 0 if item.is_dummy else counts.samples
+        return _Outcome(predictions, outputs, labels, inputs, value, rows, samples)
 
     def _targets(self, batch: Any) -> Any:
         return targets_of(batch, self.run.args.label_names, self._label_columns)
@@ -367,7 +380,7 @@ class Evaluator:
         if self.preprocess_logits is not None:
             predictions = self.preprocess_logits(predictions, labels)
         for name, metric in self.metrics.items() if labels is not None else ():
-            _update(name, metric, predictions, labels)
+            update_metric(name, metric, predictions, labels)
         if collected is not None:
             is_wanted = "loss" in self.run.args.include_for_metrics
             losses = loss.detach().expand(samples) if loss is not None and is_wanted else None
@@ -417,23 +430,6 @@ class Evaluator:
                 warn(f"compute_metrics and metrics= both give {both[0]!r}, of which the first is kept; rename one")
             scores |= result
         return scores
-
-
-def _update(name: str, metric: Any, predictions: Any, labels: Any) -> None:
-    try:
-        metric.update(predictions, labels)
-    except (TypeError, AttributeError) as error:
-        if isinstance(predictions, torch.Tensor) and isinstance(labels, torch.Tensor):
-            raise
-        kinds = [
-            f"{what} that are a {type(each).__name__}"
-            for what, each in (("predictions", predictions), ("labels", labels))
-        ]
-        raise ValueError(
-            f"metrics[{name!r}] got {' and '.join(kinds)}, and raised {type(error).__name__}: {error}; choose a tensor "
-            "of the predictions by preprocess_logits_for_metrics=lambda predictions, labels: predictions[0], or use "
-            "compute_metrics"
-        ) from error
 
 
 def _prefixed(prefix: str, name: str) -> str:

@@ -19,10 +19,14 @@ class EvalBatch:
     Attributes:
         batch: The batch, on the host or the device.
         counts: Its counts.
+        is_dummy: Whether it stands in for a batch, on a process without one in the last round. It is passed through the
+            model only if the user's code has called collectives, such as a loss of the samples of all processes, since
+            the others would wait in them. It counts for nothing.
     """
 
     batch: Any
     counts: Counts
+    is_dummy: bool = False
 
 
 class Lookahead:

@@ -415,3 +415,25 @@ def joined_predictions(calls: list[Any], rows: int) -> Any:
         )
     joined = iter([torch.cat(column) for column in zip(*(tensors(call) for call in calls), strict=True)])
     return map_tensors(lambda _: next(joined), calls[0])
+
+
+def update_metric(name: str, metric: Any, predictions: Any, labels: Any) -> None:
+    """Update a metric with the predictions and labels of a batch.
+
+    Raises:
+        ValueError: If it takes none of these types.
+    """
+    try:
+        metric.update(predictions, labels)
+    except (TypeError, AttributeError) as error:
+        if isinstance(predictions, torch.Tensor) and isinstance(labels, torch.Tensor):
+            raise
+        kinds = [
+            f"{what} that are a {type(each).__name__}"
+            for what, each in (("predictions", predictions), ("labels", labels))
+        ]
+        raise ValueError(
+            f"metrics[{name!r}] got {' and '.join(kinds)}, and raised {type(error).__name__}: {error}; choose a tensor "
+            "of the predictions by preprocess_logits_for_metrics=lambda predictions, labels: predictions[0], or use "
+            "compute_metrics"
+        ) from error

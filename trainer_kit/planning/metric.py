@@ -100,8 +100,8 @@ def _tried(subject: PlannedTraining, reading: LoaderConfig) -> set[str]:
     return found
 
 
-def _some_batches(run: Run, dataset: Any, reading: LoaderConfig) -> list[tuple[Any, Counts]]:
-    def read(reading: LoaderConfig) -> list[tuple[Any, Counts]]:
+def _some_batches(run: Run, dataset: Any, reading: LoaderConfig) -> list[tuple[Any, Counts, bool]]:
+    def read(reading: LoaderConfig) -> list[tuple[Any, Counts, bool]]:
         batches: Any = make_evaluation_batches(run, dataset, reading)
         with closing(batches):  # it may have workers
             return list(itertools.islice(batches, _BATCHES))

@@ -126,6 +126,10 @@ class Collectives:
         """Return the value of the process with the rank `source`."""
         return value
 
+    def begun(self) -> int:
+        """Return how many collectives of torch's default process group this process has begun, the user's included."""
+        return 0
+
     def find_absent(self) -> list[str]:
         """Wait until all processes have reached this call; return where those are that do not come.
 

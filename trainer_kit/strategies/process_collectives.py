@@ -150,6 +150,10 @@ class ProcessCollectives(Collectives):
             dist.broadcast_object_list(values, source)
         return values[0]
 
+    def begun(self) -> int:
+        group = dist.group.WORLD
+        return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
     def find_absent(self) -> list[str]:
         return self.group.find_absent()
 
