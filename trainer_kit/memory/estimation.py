@@ -21,6 +21,7 @@ from trainer_kit.memory.fakes import Fakes
 from trainer_kit.memory.kernels import hidden_on_cpu
 from trainer_kit.memory.sharding import Sharding, make_sharding
 from trainer_kit.memory.step import Inference, Step
+from trainer_kit.memory.substitutes import Substitutes
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer, parameter_groups
 from trainer_kit.profiling.flops import FlopCounter
@@ -115,6 +116,7 @@ def _simulate(
         strategy = _Pretended(is_cuda, Precision(mode))
         strategy.setup()
         copied = fakes.copy(model).train()
+        stack.enter_context(Substitutes(compute_loss, model, fakes.copy).in_place())
         if (options := args.checkpointing_options) is not None and not inference:
             strategy.enable_activation_checkpointing(copied, options)
         if is_cuda:

@@ -20,6 +20,7 @@ from trainer_kit.memory.anatomy import KINDS, Anatomy, Component
 from trainer_kit.memory.cuda import GRANULARITY
 from trainer_kit.memory.estimation import make_anatomy
 from trainer_kit.memory.step import Inference, Step
+from trainer_kit.memory.substitutes import Substitutes
 from trainer_kit.memory.tracker import Tracker
 from trainer_kit.optim import make_optimizer
 from trainer_kit.strategies.precision import Precision
@@ -69,18 +70,18 @@ def measure(
     place = torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be measured; use 'cpu' or 'cuda'")
+    substitutes = Substitutes(compute_loss, model, copy.deepcopy)
     before = torch.cuda.memory_allocated(place) if place.type == "cuda" else 0
     copies: dict[int, Any] = {}
     copied, made = copy.deepcopy(model, copies), optimizer and copied_optimizer(optimizer, copies)
     strategy = SingleDevice(place, Precision(args.mixed_precision))
-    with generators_kept(strategy.device), without_comparisons():
+    with generators_kept(strategy.device), without_comparisons(), substitutes.in_place():
         strategy.setup()
         copied = strategy.prepare(copied).train()
         if (options := args.checkpointing_options) is not None and not inference:
             strategy.enable_activation_checkpointing(copied, options)
-        step: Step | Inference
         if inference:
-            step = Inference(copied, strategy.to_device(batch), compute_loss, strategy)
+            step: Step | Inference = Inference(copied, strategy.to_device(batch), compute_loss, strategy)
         else:
             made = made if made is not None else make_optimizer(copied, args)
             step = Step(copied, made, args, strategy.to_device(batch), compute_loss, strategy)
