@@ -64,7 +64,7 @@ def test_a_loss_with_a_memory_stays_as_it_is(function: Callable[..., Any], tmp_p
         return queue(model(batch)) + 0 * parts[1].bias.sum()
 
     before = everything(queue)
-    assert function(model, arguments(tmp_path), torch.randn(2, 4), compute_loss=loss).peak
+    assert function(model, arguments(tmp_path), torch.randn(8, 4), compute_loss=loss).peak
     check_unchanged(queue, before)
 
 
@@ -104,3 +104,14 @@ def test_the_search_for_a_batch_size_changes_no_result(tmp_path: Path) -> None:
     for one, other in ((queue, other_queue), (model, other_model)):
         assert one.keys() == other.keys()
         assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
+def test_a_plan_changes_nothing(tmp_path: Path) -> None:
+    queue = Queue()
+    before = everything(queue)
+    data = [{"x": row} for row in torch.randn(16, 4)]
+    args = arguments(tmp_path, per_device_train_batch_size=4, eval_strategy="epoch", metric_for_best_model="loss")
+    Trainer(
+        nn.Linear(4, 4), args, data, eval_dataset=data, compute_loss=lambda model, batch: queue(model(batch["x"]))
+    ).plan()
+    check_unchanged(queue, before)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _simulate(
         strategy = _Pretended(is_cuda, Precision(mode))
         strategy.setup()
         copied = fakes.copy(model).train()
-        stack.enter_context(Substitutes(compute_loss, model, fakes.copy).in_place())
+        stack.enter_context(Substitutes(compute_loss, model, partial(fakes.copy, keeps_known=True)).in_place())
         if (options := args.checkpointing_options) is not None and not inference:
             strategy.enable_activation_checkpointing(copied, options)
         if is_cuda:

@@ -51,12 +51,13 @@ class Fakes:
         with self._mode, _Values():  # type: ignore[no-untyped-call]
             yield
 
-    def copy(self, thing: T) -> T:
+    def copy(self, thing: T, keeps_known: bool = False) -> T:
         """Return a deep copy of a module or its optimizer with fake tensors; the original stays unchanged.
 
         Args:
             thing: Module or optimizer with real, fake or meta tensors. Tensors that share memory share it in the copy
                 too.
+            keeps_known: Whether small integer tensors keep their values, such as the place in a queue.
 
         Raises:
             ValueError: If a parameter has no shape yet (a lazy module).
@@ -64,7 +65,8 @@ class Fakes:
         for tensor in _tensors_of(thing):
             if id(tensor) not in self._memo:
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                self._memo[id(tensor)] = self._parameter(tensor) if is_parameter else self.tensor(tensor)
+                plain = self._input if keeps_known else self.tensor
+                self._memo[id(tensor)] = self._parameter(tensor) if is_parameter else plain(tensor)
                 self._kept.append(tensor)
         if isinstance(thing, torch.optim.Optimizer):
             return copied_optimizer(thing, self._memo)

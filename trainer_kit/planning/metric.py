@@ -20,6 +20,7 @@ from trainer_kit.loss.batch import Counts
 from trainer_kit.loss.loss import Loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.memory.errors import first_line
+from trainer_kit.memory.substitutes import Substitutes
 from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.model import size_of
 from trainer_kit.planning.planned_training import PlannedTraining
@@ -95,8 +96,9 @@ def _tried(subject: PlannedTraining, reading: LoaderConfig) -> set[str]:
     probe = LossProbe(Loss.by_arguments(other, other, subject.compute_loss, args), strategy)
     functions = subject.compute_metrics, subject.preprocess_logits
     evaluator = Evaluator(stage, probe, copy.deepcopy(dict(subject.metrics)), *functions)
-    for prefix, dataset in _datasets(run).items():
-        found |= {*evaluator(iter(_some_batches(stage, dataset, reading)), prefix).metrics}
+    with Substitutes(subject.compute_loss, run.model, copy.deepcopy).in_place():
+        for prefix, dataset in _datasets(run).items():
+            found |= {*evaluator(iter(_some_batches(stage, dataset, reading)), prefix).metrics}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from trainer_kit.loss.loss import ComputeLoss, Loss
 from trainer_kit.loss.probe import LossProbe
 from trainer_kit.loss.replay import ReplayBatch, replay
 from trainer_kit.memory.fakes import Fakes
+from trainer_kit.memory.substitutes import Substitutes
 from trainer_kit.planning.dry_strategy import Stage
 from trainer_kit.planning.sections import Model
 from trainer_kit.run import Run
@@ -56,7 +58,8 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
             Loss.by_arguments(model, model, compute_loss, run.args),
             fakes.batch(batch),
         )
-        with fakes.computing():
+        copies = Substitutes(compute_loss, run.model, partial(fakes.copy, keeps_known=True))
+        with copies.in_place(), fakes.computing():
             missed = _without_gradient(loss, shapes, Stage(strategy, None, torch.device("cpu")))
             return Trial(missed, None, is_real=False)
     except Exception as error:  # the model is the user's own
@@ -70,8 +73,9 @@ def try_step(run: Run, batch: Any, compute_loss: ComputeLoss | None) -> Trial:
             Loss.by_arguments(model, model, compute_loss, run.args),
             strategy.to_device(batch),
         )
-        LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
-        return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)
+        with Substitutes(compute_loss, run.model, copy.deepcopy).in_place():
+            LossProbe(loss, strategy).detect_label_shift(batch)  # reports errors in the batch's columns
+            return Trial(_without_gradient(loss, batch, strategy), None, is_real=True)
     except Exception as error:
         return Trial(None, error, is_real=True)
 
