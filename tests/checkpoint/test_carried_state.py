@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from kit.breaking import BreaksAt
 from kit.ranks import on_ranks
 from kit.trainer import arguments
@@ -273,6 +274,89 @@ def test_a_teacher_outside_of_the_model_continues(is_frozen: bool, size: int, tm
     assert resumed == weights
 
 
+class Moco(nn.Module):
+    """Holds the model and, next to it, a center of its own."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("center", torch.zeros(4))
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        loss = ((out - self.center) * self.scale).square().mean()
+        self.center.lerp_(out.detach().mean(0), 0.5)
+        self.scale.data.mul_(0.9)
+        return loss
+
+
+def test_what_holds_the_model_carries_its_own_tensors(tmp_path: Path) -> None:
+    def run(folder: Path, stop: int | None = None) -> tuple[list[float], dict[str, Any]]:
+        torch.manual_seed(0)
+        encoder = nn.Linear(4, 4)
+        return train(folder, lambda: encoder, stop=stop, loss=Moco(encoder).loss)
+
+    straight, weights = run(tmp_path / "straight")
+    first, _ = run(tmp_path / "resumed", stop=4)
+    rest, resumed = run(tmp_path / "resumed")
+    assert first + rest == straight
+    assert resumed == weights
+
+
+def following(teacher: nn.Linear) -> Any:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        weight: Any = model.weight
+        with torch.no_grad():
+            teacher.weight.data = teacher.weight.data.lerp(weight.data.to(teacher.weight.dtype), 0.1)
+            target = teacher(batch[0].to(teacher.weight.dtype)).float()
+        return (model(batch[0]) - target).square().mean()
+
+    return loss
+
+
+def test_a_teacher_keeps_its_dtype_and_is_still_a_parameter(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4)
+    teachers = [nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), frozen]
+    for stop, teacher in zip((4, 6, 8), teachers, strict=True):
+        train(tmp_path, lambda: nn.Linear(4, 4), stop=stop, loss=following(teacher.requires_grad_(False)))
+    assert [type(each.weight) for each in teachers] == [nn.Parameter] * 3
+    assert teachers[1].weight.dtype == torch.bfloat16
+
+
+def test_a_teacher_that_the_first_step_makes_is_no_cache(tmp_path: Path) -> None:
+    def loss_of() -> Any:
+        torch.manual_seed(1)
+        teacher = nn.Linear(4, 4)
+        start = teacher.weight.detach().clone()
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            if teacher.weight.equal(start):
+                teacher.load_state_dict(model.state_dict())
+            return (model(batch[0]) - teacher(batch[0]).detach() - 1).square().mean()
+
+        return loss
+
+    straight, weights = train(tmp_path / "straight", lambda: nn.Linear(4, 4), loss=loss_of())
+    first, _ = train(tmp_path / "resumed", lambda: nn.Linear(4, 4), stop=4, loss=loss_of())
+    rest, resumed = train(tmp_path / "resumed", lambda: nn.Linear(4, 4), loss=loss_of())
+    assert first + rest == straight
+    assert resumed == weights
+
+
+def test_a_scripted_teacher_is_left_alone(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        teacher: Any = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval())
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - teacher(batch[0]).detach()).square().mean()
+
+    train(tmp_path, lambda: nn.Linear(4, 4), stop=4, loss=loss)
+    train(tmp_path, lambda: nn.Linear(4, 4), loss=loss)
+
+
 def test_a_frozen_teacher_is_not_saved(tmp_path: Path) -> None:
     teacher = nn.Linear(4, 4)
 
@@ -382,6 +466,41 @@ def test_each_rank_goes_on_with_its_own(kind: type[nn.Module], tmp_path: Path) -
     ((first, _), _) = on_ranks(2, on_each_rank, str(tmp_path / "resumed"), kind, 4)
     ((rest, _), _) = on_ranks(2, on_each_rank, str(tmp_path / "resumed"), kind, None)
     assert first + rest == straight
+
+
+def with_a_teacher(folder: str, stop: int | None) -> tuple[list[float], list[float]]:
+    """A teacher whose norm sees the samples of its process, and a bank that only rank 1 fills."""
+    torch.manual_seed(1)
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    teacher.register_buffer("bank", torch.zeros(4))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        target = teacher(batch[0])
+        if dist.get_rank() == 1:
+            teacher.bank.add_(target.mean(0))  # type: ignore[operator, union-attr]
+        weights: Any = model.weight
+        teacher[0].weight.data.lerp_(weights.data, 0.1)  # type: ignore[operator, union-attr]
+        return (model(batch[0]) - target - teacher.bank).square().mean()  # type: ignore[operator]
+
+    losses, _ = train(Path(folder), lambda: nn.Linear(4, 4), stop, loss=loss)
+    return losses, [value for each in teacher.state_dict().values() for value in each.flatten().tolist()]
+
+
+@pytest.mark.distributed
+def test_what_the_ranks_share_is_saved_once(tmp_path: Path) -> None:
+    straight = on_ranks(2, with_a_teacher, str(tmp_path / "straight"), None)
+    ((first, _), _) = on_ranks(2, with_a_teacher, str(tmp_path / "resumed"), 4)
+    states = read_carried(tmp_path / "resumed" / "run" / "checkpoint-4")
+    names = [{name.rpartition(".")[2] for name in each["buffers"]} for each in states]
+    assert names == [
+        {"weight", "running_mean", "running_var", "num_batches_tracked"},
+        {"running_mean", "running_var", "bank"},
+    ]
+    rest = on_ranks(2, with_a_teacher, str(tmp_path / "resumed"), None)
+    assert [each[1] for each in rest] == [each[1] for each in straight]
+    assert first + rest[0][0] == straight[0][0]
+    states = read_carried(tmp_path / "resumed" / "run" / "checkpoint-6")
+    assert states[1].get("absent", []) == []
 
 
 @pytest.mark.distributed

@@ -203,6 +203,16 @@ def test_an_optimizer_of_compute_loss_whose_state_nothing_saves_is_a_warning(tmp
         trainer.train()
 
 
+def test_a_loss_that_knows_the_optimizer_of_the_run_is_fine(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]).square().mean() * optimizer.param_groups[0]["lr"]
+
+    assert warned(tmp_path, compute, model, optimizer) == []
+
+
 def test_objects_that_cannot_be_looked_at_are_left_alone(tmp_path: Path) -> None:
     class Hidden:
         @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit.ranks import on_ranks, try_on_ranks
 
 from trainer_kit.strategies.ddp import DDP
@@ -91,3 +92,20 @@ def test_what_fails_on_the_main_process_fails_everywhere(portable: bool) -> None
     assert "the disk" in str(first)
     assert "the disk" in str(second.error)
     assert isinstance(second.error, ValueError if portable else RuntimeError)
+
+
+def numbered(backend: str) -> list[int]:
+    dist.init_process_group(backend)
+    strategy = DDP(device="cpu")
+    strategy.setup()
+    others = dist.new_group([0, 1], backend="gloo")
+    before = strategy.collectives.begun()
+    dist.all_reduce(torch.ones(1), group=others)
+    return [strategy.collectives.begun() - before, before >= 0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_collectives_of_all_groups_are_numbered(backend: str) -> None:
+    """A group with several backends has no number."""
+    assert on_ranks(2, numbered, backend) == [[1, True]] * 2

@@ -88,9 +88,12 @@ def note_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def note_of_bits(tensor: torch.Tensor) -> Any:
-    """Return what other bits of a tensor change: all elements of a small one, evenly spaced ones of a large one."""
+    """Return what other bits of a tensor change; of a large one, those of evenly spaced elements, or its version."""
     flat = as_vector(tensor.detach())
-    return tensor.shape, fingerprints([flat[:: -(-len(flat) // _READ) or 1]])
+    if len(flat) <= _READ:
+        return tensor.shape, fingerprints([flat])
+    step = len(flat) // _READ | 1  # odd, so that it meets all columns
+    return tensor.shape, fingerprints([flat[::step]]), None if tensor.is_inference() else tensor._version
 
 
 def bits_of(value: Any) -> Any:

@@ -20,7 +20,7 @@ from trainer_kit.checkpoint.format.trainer_state import CARRIED_STATE, read_carr
 from trainer_kit.checkpoint.rank_allocators import is_rank_allocator, set_state_of_allocator, state_of_allocator
 from trainer_kit.data.own_generators import held_generators
 from trainer_kit.data.run_length import RunLength
-from trainer_kit.loss.outside_modules import outside_modules
+from trainer_kit.loss.outside_modules import holders, outside_modules
 from trainer_kit.run import Run
 from trainer_kit.utils.generators import (
     is_generator,
@@ -37,6 +37,9 @@ _OF_TORCH = {*vars(nn.Module())}
 _NEAR = 3
 """Levels to look at for generators outside of the model: those further away may have another owner, such as a study."""
 _RESTORED = _BUFFERS, _GENERATORS, _ALLOCATORS = "buffers", "generators", "rank allocators"
+_ATTRIBUTES, _ABSENT = "attributes", "absent"
+_OUTSIDE = "compute_loss "
+"""Beginning of the names of what is outside of the model, which no name of a part of it can have."""
 
 
 class CarriedState:
@@ -44,7 +47,7 @@ class CarriedState:
 
     It consists of the rank allocators of AdaLoRA, and of the buffers that it lacks, buffers and weights of modules of
     `compute_loss`, and random generators in attributes, if they have changed since training began: a spiking network's
-    membrane, a memory bank, a teacher that follows the model. A tensor that only the first step has changed is a cache,
+    membrane, a memory bank, a teacher that follows the model. A buffer that only the first step has changed is a cache,
     which another start computes for its own settings. Random generators that `compute_loss`, the optimizer and
     callbacks hold are part of it too. One that the checkpoint lacks has not been drawn from before, so that a rollback
     brings it back to its first state.
@@ -60,6 +63,7 @@ class CarriedState:
         self._run = run
         self._owners: list[tuple[str, Any]] = []
         self._outside: Sequence[nn.Module] = ()
+        self._holders: Sequence[nn.Module] = ()
         self._start, self._before = 0, dict[str, Any]()
         self._initial: dict[str, Any] = {}  # states of generators
         self._first: tuple[int, dict[str, Any]] | None = None  # step and notes after the first step
@@ -79,6 +83,7 @@ class CarriedState:
             self._owners.append((f"{name} {names[name] + 1}" if names[name] else name, each))
             names[name] += 1
         self._outside, self._first = outside_modules(compute_loss, self._run.model), None
+        self._holders = holders(compute_loss, self._run.model)
         held = [*self._attributes()]
         self._start, self._before = self._run.state.step, self._notes(held)
         self._initial = {name: state_of_generator(each) for name, each in held if is_generator(each)}
@@ -91,10 +96,10 @@ class CarriedState:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
         used = {name for name, note in notes.items() if note != self._before.get(name)}
-        changed = {name for name in used if notes[name] != first.get(name)} | self._restored
-        buffers = {
-            name: own[key].detach() for name, own, key in self._tensors() if name in changed and own[key] is not None
-        }
+        tensors = {name: own[key] for name, own, key, _ in self._tensors() if own[key] is not None}
+        weights = {name for name, *_, is_weight in self._tensors() if is_weight}
+        changed = {name for name in used if notes[name] != first.get(name)} | used & weights | self._restored
+        buffers = {name: value.detach() for name, value in tensors.items() if name in changed}
         generators = {name: state_of_generator(each) for name, each in held if name in used and is_generator(each)}
         found = {name: state_of_allocator(each) for name, each in held if is_rank_allocator(each)}
         allocators = {name: each for name, each in found.items() if each}
@@ -102,18 +107,35 @@ class CarriedState:
             changed = {name for name in changed if not name.endswith("peft_config")}
         # The first step fills caches.
         attributes = changed - buffers.keys() - generators.keys() - found.keys() if first is not self._before else ()
-        state = {_BUFFERS: buffers, _GENERATORS: generators, _ALLOCATORS: allocators, "attributes": sorted(attributes)}
+        state = {_BUFFERS: buffers, _GENERATORS: generators, _ALLOCATORS: allocators, _ATTRIBUTES: sorted(attributes)}
         return {kind: values for kind, values in state.items() if values}
 
     def gathered(self) -> dict[str, Any]:
-        """Return the states to save: one, or one for each reader if they differ; empty without any. Collective."""
+        """Return the states to save; empty without any. Collective.
+
+        If those of the readers differ, there is one for each. The first is whole. The others hold what differs from it,
+        and the names of what is absent there, see `_joined`.
+        """
         own, collectives = self.own(), self._run.strategy.collectives
-        if not collectives.is_alone:
-            bits = collectives.once_a_reader(collectives.gather_object(bits_of(own)))
-            if any(each != bits[0] for each in bits):
-                own = map_tensors(lambda each: each.detach().cpu(), own)
-                return {CARRIED_STATE: collectives.once_a_reader(collectives.gather_object(own))}
-        return {CARRIED_STATE: [own]} if own else {}
+        if collectives.is_alone:
+            return {CARRIED_STATE: [own]} if own else {}
+        bits = {(kind, name): bits_of(value) for kind in _RESTORED for name, value in own.get(kind, {}).items()}
+        found = collectives.once_a_reader(collectives.gather_object((bits, own.get(_ATTRIBUTES, []))))
+        alike = {key for key, value in found[0][0].items() if all(each.get(key) == value for each, _ in found)}
+        if all(each.keys() == alike for each, _ in found) and all(names == found[0][1] for _, names in found):
+            return {CARRIED_STATE: [own]} if own else {}
+        shared, different = {}, {_ATTRIBUTES: own.get(_ATTRIBUTES, [])}
+        for kind in _RESTORED:
+            values = own.get(kind, {})
+            shared[kind] = {name: value for name, value in values.items() if (kind, name) in alike}
+            different[kind] = {name: value for name, value in values.items() if (kind, name) not in alike}
+        different = map_tensors(lambda each: each.detach().cpu(), different)
+        first, *others = collectives.once_a_reader(collectives.gather_object(different))
+        for kind in _RESTORED:
+            for each in others:
+                each.setdefault(_ABSENT, []).extend(name for name in first[kind] if name not in each[kind])
+            first[kind] = shared[kind] | first[kind]
+        return {CARRIED_STATE: [first, *others]}
 
     def load(self, directory: Path, plan: RunLength) -> None:
         """Restore this reader's state from a checkpoint.
@@ -129,7 +151,8 @@ class CarriedState:
         if len(states) in (1, collectives.readers):
             now, earlier = plan.state_dict(), trainer["plan"]
             keeps_batches = all(earlier[name] == now[name] for name in ("processes", "batch_size"))
-            self.load_state(states[collectives.reader if len(states) > 1 else 0], keeps_batches)
+            first, own = states[0], states[collectives.reader if len(states) > 1 else 0]
+            self.load_state(own if own is first else _joined(first, own), keeps_batches)
         elif names := {name: None for state in states for kind in _RESTORED for name in state.get(kind, ())}:
             self._warn(
                 f"each of {len(states)} processes had a state of its own for {join_names(names)} of the model, with "
@@ -141,12 +164,16 @@ class CarriedState:
         buffers, generators, allocators = (dict(state.get(kind, {})) for kind in _RESTORED)
         first_or_saved = self._initial | generators
         self._restored = set()
-        for name, own, key in self._tensors():
+        for name, own, key, is_weight in self._tensors():
             present, value = own.get(key), buffers.get(name)
-            may_grow = keeps_batches and not isinstance(present, nn.Parameter)
-            if value is not None and (may_grow or (present is not None and present.shape == value.shape)):
+            has_shape = value is not None and present is not None and present.shape == value.shape
+            if has_shape and is_weight:
+                own[key] = _placed_weight(buffers.pop(name), present)
+            elif has_shape or (value is not None and keeps_batches and not is_weight):
                 own[key] = _placed(buffers.pop(name), present, self._run.strategy.device)
-                self._restored.add(name)
+            else:
+                continue
+            self._restored.add(name)
         for name, each in self._attributes():
             if name in first_or_saved and is_generator(each):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError, KeyError):  # another kind of generator
@@ -156,7 +183,7 @@ class CarriedState:
                 set_state_of_allocator(each, allocators.pop(name, {}), self._run.strategy.device)
         if lost := [*buffers, *generators, *allocators]:
             self._warn(f"training begins without the state that the checkpoint holds for {join_names(lost)}")
-        if attributes := state.get("attributes"):
+        if attributes := state.get(_ATTRIBUTES):
             logger.info(  # they may be kept to be looked at alone
                 "training changes attributes that no checkpoint holds: %s; if later batches depend on them, this "
                 "resume is not exact: keep them in buffers, or return them from get_extra_state",
@@ -168,27 +195,32 @@ class CarriedState:
             warn(message)
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield the modules with prefixes of their names, and whether they are outside of the model."""
+        """Yield the modules with prefixes of their names, and whether they are outside of the model.
+
+        Modules of TorchScript outside of it are left out: their tensors cannot be replaced.
+        """
         for path, part in self._run.model.named_modules():
             yield f"{path}." if path else "", part, False
         for number, module in enumerate(self._outside):
-            for path, part in module.named_modules(prefix=f"compute_loss {number} {type(module).__name__}"):
-                yield f"{path}.", part, True
+            for path, part in module.named_modules(prefix=f"{_OUTSIDE}{number} {type(module).__name__}"):
+                if not isinstance(part, torch.jit.ScriptModule):
+                    yield f"{path}.", part, True
 
-    def _tensors(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def _tensors(self) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
         """Yield the buffers that the model's `state_dict` lacks, and the buffers and weights of modules outside of it.
 
         Weights that the optimizer trains are left out, of which `OutsideModules` warns. Each tensor comes as its name,
-        the dict of the module that holds it, and its key there.
+        the dict of the module that holds it, its key there, and whether it is a weight.
         """
         optimizer = self._run.optimizer
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]} if optimizer else ()
-        for prefix, part, is_outside in self._parts():
+        holders = [(f"{_OUTSIDE}holder {number} ", part, True) for number, part in enumerate(self._holders)]
+        for prefix, part, is_outside in (*self._parts(), *holders):
             for key in sorted(part._buffers if is_outside else part._non_persistent_buffers_set):
-                yield f"{prefix}{key}", part._buffers, key
+                yield f"{prefix}{key}", part._buffers, key, False
             for key in sorted(part._parameters) if is_outside else ():
                 if id(part._parameters[key]) not in trained:
-                    yield f"{prefix}{key}", part._parameters, key
+                    yield f"{prefix}{key}", part._parameters, key, True
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for prefix, part, _ in self._parts():
@@ -204,8 +236,8 @@ class CarriedState:
         for name, value in attributes:
             with contextlib.suppress(Exception):  # such as a reference to what is gone: only a line of the log lacks it
                 notes[name] = walk.note(value)
-        reads_bits = not self._run.strategy.static_shapes  # else each reading would be compiled
-        for name, own, key in self._tensors():
+        is_compiled = self._run.strategy.static_shapes  # as each reading would be
+        for name, own, key, _ in self._tensors():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a checkpoint cannot hold it
                 value = own.get(key)
                 if value is None:
@@ -213,6 +245,7 @@ class CarriedState:
                     continue
                 refuse_unstorable(name, value)
                 # Neither batch norms nor writes to `.data` count as versions.
+                reads_bits = name.startswith(_OUTSIDE) or not is_compiled
                 notes[name] = note_of_tensor(value), note_of_bits(value) if reads_bits else None
         return {name: note for name, note in notes.items() if note is not None}
 
@@ -226,6 +259,24 @@ def _has_a_rule_of_its_own(value: Any) -> bool:
 def _is_derived(module: nn.Module, key: str) -> bool:
     """Return whether an attribute is computed from parameters before each pass (weight norm, pruning)."""
     return any(f"{key}{end}" in module._parameters for end in ("_orig", "_g"))
+
+
+def _joined(first: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole state of a reader from that of the first one and what differs."""
+    absent = {*own.get(_ABSENT, ())}
+    whole = {kind: {**first.get(kind, {}), **own.get(kind, {})} for kind in _RESTORED}
+    kept = {kind: {name: each for name, each in values.items() if name not in absent} for kind, values in whole.items()}
+    return kept | {_ATTRIBUTES: own.get(_ATTRIBUTES, [])}
+
+
+def _placed_weight(value: torch.Tensor, present: Any) -> Any:
+    """Return a saved weight as a parameter like the present one, in its memory where that can be written."""
+    try:
+        with torch.no_grad():
+            return present.copy_(value)
+    except RuntimeError:  # a tensor of the inference mode
+        value = value.to(present.device, present.dtype)
+        return nn.Parameter(value, requires_grad=present.requires_grad)
 
 
 def _placed(value: torch.Tensor, present: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from trainer_kit.utils.background import in_background
 _ATTEMPT_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 _REQUEST_SECONDS = 10.0
+_AWAKE_SECONDS = 0.5
 
 T = TypeVar("T")
 
@@ -94,7 +95,8 @@ class LimitedStore(Store):
     A `TCPStore` waits for the answer to a request without a limit. After a cut cable, that is until the system gives
     the connection up, a quarter of an hour later. Requests end in a `DistStoreError` here.
 
-    Keep a reference to it as long as a `PrefixStore` uses it, which holds only the part of it that is not Python.
+    Keep a reference to it as long as a `PrefixStore` uses it, which holds only the part of it that is not Python. One
+    thread at a time may use it.
 
     Args:
         client: The client.
@@ -135,7 +137,8 @@ class LimitedStore(Store):
 
     def _ask(self, request: Callable[[], T], seconds: float = 0.0) -> T:
         answer = in_background(request, "trainer_kit request")
-        if not concurrent.futures.wait([answer], timeout=seconds + self._seconds).done:
+        limits = seconds + self._seconds, _AWAKE_SECONDS  # this process may have been stopped during the first
+        if not any(concurrent.futures.wait([answer], timeout=limit).done for limit in limits):
             raise DistStoreError(f"the rendezvous store has not answered for {seconds + self._seconds:g} s")
         return answer.result()
 

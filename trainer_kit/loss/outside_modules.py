@@ -58,7 +58,8 @@ class OutsideModules:
                 f"compute_loss computes gradients for weights of {_named(forgotten)}, which the optimizer does not "
                 "have and so does not train; make it a part of the model, or freeze it by requires_grad_(False)"
             )
-        strangers, others = held.difference(own), [each for each in self._optimizers if each.state]
+        strangers = held.difference(own)
+        others = [each for each in self._optimizers if each.state and held.isdisjoint(_parameters(each))]
         if saved is None or not (strangers or others):
             return
         safe = {tensor.data_ptr() for tensor in tensors([each.state_dict() for each in saved])}
@@ -79,6 +80,16 @@ class OutsideModules:
 def outside_modules(compute_loss: Callable[..., Any] | None, model: nn.Module) -> list[nn.Module]:
     """Return the modules outside of the model that `compute_loss` holds, in an order that its code fixes."""
     return _found(compute_loss, model)[0]
+
+
+def holders(compute_loss: Callable[..., Any] | None, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `compute_loss` holds and that the model is a part of; their own tensors are outside."""
+    own = {id(module) for module in model.modules()}
+    held: list[Any] = []
+    with contextlib.suppress(Exception):  # as in `_found`
+        held += _held(compute_loss)
+    parts = [part for each in held if isinstance(each, nn.Module) for part in each.modules() if id(part) not in own]
+    return [part for part in dict.fromkeys(parts) if any(id(below) in own for below in part.modules())]
 
 
 def _found(

@@ -38,8 +38,8 @@ class Substitutes:
         own = [vars(part) for part, _ in self._parts]
         try:
             for part, other in self._parts:
-                part.__dict__ = other
+                object.__setattr__(part, "__dict__", other)
             yield
         finally:
             for (part, _), before in zip(self._parts, own, strict=True):
-                part.__dict__ = before
+                object.__setattr__(part, "__dict__", before)

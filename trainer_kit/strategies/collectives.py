@@ -127,7 +127,7 @@ class Collectives:
         return value
 
     def begun(self) -> int:
-        """Return how many collectives of torch's default process group this process has begun, the user's included."""
+        """Return how many collectives of torch's process groups this process has begun, the user's included."""
         return 0
 
     def find_absent(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import uuid
 from collections import deque
@@ -151,8 +152,11 @@ class ProcessCollectives(Collectives):
         return values[0]
 
     def begun(self) -> int:
-        group = dist.group.WORLD
-        return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        found = 0
+        for group in dist.distributed_c10d._world.pg_map:
+            with contextlib.suppress(RuntimeError):  # some backends do not number their collectives
+                found += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return found
 
     def find_absent(self) -> list[str]:
         return self.group.find_absent()
