@@ -148,14 +148,20 @@ class CarriedState:
         states, collectives = read_carried(directory) or [{}], self._run.strategy.collectives
         trainer = read_trainer(directory)
         assert trainer is not None
-        if len(states) in (1, collectives.readers):
-            now, earlier = plan.state_dict(), trainer["plan"]
-            keeps_batches = all(earlier[name] == now[name] for name in ("processes", "batch_size"))
-            first, own = states[0], states[collectives.reader if len(states) > 1 else 0]
-            self.load_state(own if own is first else _joined(first, own), keeps_batches)
-        elif names := {name: None for state in states for kind in _RESTORED for name in state.get(kind, ())}:
+        now, earlier = plan.state_dict(), trainer["plan"]
+        keeps_batches = all(earlier[name] == now[name] for name in ("processes", "batch_size"))
+        first, *others = states
+        own: Mapping[str, Any] = others[collectives.reader - 1] if 0 < collectives.reader < len(states) else {}
+        lost: dict[str, None] = {}
+        if len(states) != collectives.readers:
+            lost = dict.fromkeys(
+                name for each in others for kind in (*_RESTORED, _ABSENT) for name in each.get(kind, ())
+            )
+            own = {_ABSENT: lost}
+        self.load_state(_joined(first, own), keeps_batches)
+        if lost:
             self._warn(
-                f"each of {len(states)} processes had a state of its own for {join_names(names)} of the model, with "
+                f"each of {len(states)} processes had a state of its own for {join_names(lost)} of the model, with "
                 f"which {collectives.readers} cannot continue; it begins as the model was made"
             )
 
@@ -266,7 +272,7 @@ def _joined(first: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     absent = {*own.get(_ABSENT, ())}
     whole = {kind: {**first.get(kind, {}), **own.get(kind, {})} for kind in _RESTORED}
     kept = {kind: {name: each for name, each in values.items() if name not in absent} for kind, values in whole.items()}
-    return kept | {_ATTRIBUTES: own.get(_ATTRIBUTES, [])}
+    return kept | {_ATTRIBUTES: own.get(_ATTRIBUTES, first.get(_ATTRIBUTES, []))}
 
 
 def _placed_weight(value: torch.Tensor, present: Any) -> Any:
