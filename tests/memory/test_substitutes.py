@@ -83,6 +83,30 @@ def test_a_teacher_that_follows_the_model_stays_as_it_is(function: Callable[...,
     check_unchanged(teacher, before)
 
 
+class Holder(nn.Module):
+    """Holds the model, and a center of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("center", torch.zeros(4))
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(batch)
+        self.center = 0.9 * self.center + out.detach().mean(0)
+        self.scale.mul_(0.9)
+        return ((out - self.center) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("function", MEASURES)
+def test_what_holds_the_model_stays_as_it_is(function: Callable[..., Any], tmp_path: Path) -> None:
+    holder = Holder(nn.Linear(4, 4))
+    before = everything(holder)
+    assert function(holder.model, arguments(tmp_path), torch.randn(2, 4), compute_loss=holder.loss).peak
+    check_unchanged(holder, before)
+
+
 def test_what_cannot_be_copied_stays_in_place() -> None:
     queue = Queue()
     queue.lock = threading.Lock()  # type: ignore[assignment]

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from trainer_kit.loss.outside_modules import outside_modules
+from trainer_kit.loss.outside_modules import holders, outside_modules
 
 
 class Substitutes:
     """Copies of the modules outside of the model that `compute_loss` holds: a teacher, a loss with a memory.
 
-    Modules that cannot be copied stay.
+    Of a module that the model is a part of, its own weights and buffers are copied. Modules that cannot be copied stay.
 
     Args:
         compute_loss: The user's function; None without one.
@@ -31,6 +31,13 @@ class Substitutes:
                 others = copied(module).modules()
                 pairs = zip(module.modules(), others, strict=True)
                 self._parts += [(part, vars(other) | {"_modules": part._modules}) for part, other in pairs]
+        for holder in holders(compute_loss, model):
+            alone = nn.Module()
+            tensors = {name: vars(holder)[name] for name in ("_parameters", "_buffers")}
+            vars(alone).update(tensors)
+            with contextlib.suppress(Exception):  # as above
+                other = copied(alone)
+                self._parts.append((holder, vars(holder) | {name: vars(other)[name] for name in tensors}))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
