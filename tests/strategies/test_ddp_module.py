@@ -82,11 +82,81 @@ def with_a_method() -> dict[str, Any]:
     return {"compute_loss": by_a_method}
 
 
+class Hidden(torch.autograd.Function):
+    """Computes gradients of weights that the graph of the loss does not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        ctx.model = model
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        for parameter in ctx.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return torch.ones(()), None
+
+
+def behind_the_graph(model: nn.Module, batch: Any) -> torch.Tensor:
+    return Hidden.apply(torch.ones((), requires_grad=True), model.module)  # type: ignore[no-any-return]
+
+
+def with_hidden_gradients() -> dict[str, Any]:
+    return {"compute_loss": behind_the_graph}
+
+
 @pytest.mark.distributed
-def test_a_loss_that_goes_round_the_model_is_refused(tmp_path: Path) -> None:
-    for result in try_on_ranks(2, train_branches, str(tmp_path), with_a_method):
+@pytest.mark.parametrize("make", [with_a_method, with_hidden_gradients])
+def test_a_loss_that_goes_round_the_model_is_refused(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    for result in try_on_ranks(2, train_branches, str(tmp_path), make):
         assert isinstance(result, RankFailed)
         assert "call model(...) with gradients before backward" in str(result.error)
+
+
+def cached_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss whose gradients are computed in parts, in its backward pass (GradCache, Gao et al. 2021)."""
+    parts = batch["x"].chunk(2)
+    with torch.no_grad():
+        outputs = torch.cat([model(part) for part in parts])
+    outputs = outputs.detach().requires_grad_()
+    loss = nn.functional.cross_entropy(outputs, batch["labels"])
+    (gradient,) = torch.autograd.grad(loss, outputs)
+    loss = loss.detach().requires_grad_()
+
+    def in_parts(scale: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for part, own in zip(parts, gradient.chunk(2), strict=True):
+                (model(part) * own * scale).sum().backward()  # type: ignore[no-untyped-call]
+
+    loss.register_hook(in_parts)
+    return loss
+
+
+def plain_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+def train_with(loss: Any, folder: str, batch_size: int, accumulation: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        {"x": torch.randn(4, generator=generator, dtype=torch.float64), "labels": torch.tensor(place % 3)}
+        for place in range(46)
+    ]
+    args = quiet(folder)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = batch_size, accumulation
+    Trainer(model, args, data, compute_loss=loss).train()
+    return [value for each in model.parameters() for value in each.flatten().tolist()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loss_may_call_the_model_in_its_backward_pass(accumulation: int, tmp_path: Path) -> None:
+    """Also with a last step in which the processes have other numbers of samples."""
+    expected = train_with(plain_loss, str(tmp_path / "alone"), 8, accumulation)
+    for found in on_ranks(2, train_with, cached_loss, str(tmp_path / "two"), 4, accumulation):
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 class Odd(Branches):

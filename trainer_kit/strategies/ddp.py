@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_kit.config import environment
 from trainer_kit.strategies import comm_hooks
 from trainer_kit.strategies.ddp_buckets import FixedBuckets, sending_buffers
-from trainer_kit.strategies.ddp_module import Replica, model_facts, take_from_main
+from trainer_kit.strategies.ddp_module import Replica, may_train, model_facts, take_from_main
 from trainer_kit.strategies.grad_exchange import GradientExchange
 from trainer_kit.strategies.grad_norms import GradientNorms
 from trainer_kit.strategies.precision import Precision
@@ -40,6 +40,11 @@ _SENDS_BY_ITSELF: dict[str, Any] = {
     if name in _PARAMETERS
 }
 logger = logging.getLogger("trainer_kit")
+
+_UNCALLED = (
+    "the loss was computed without calling the model itself, so that processes would not exchange its gradients; call "
+    "model(...) with gradients before backward, not a method of it or its parts"
+)
 
 
 class DDP(SingleDevice, Regroupable):
@@ -350,33 +355,18 @@ class DDP(SingleDevice, Regroupable):
                 model.exchange.discard()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        is_uncalled = self._replicas and not any(replica.called for replica in self._replicas)
-        # A loop of the user's own may train models that are not prepared.
-        if is_uncalled and (not self.shapes.by_hand or self._may_train(loss)):
-            raise ValueError(
-                "the loss was computed without calling the model itself, so that processes would not exchange its "
-                "gradients; call model(...) with gradients before backward, not a method of it or its parts"
-            )
+        is_uncalled = bool(self._replicas) and not any(replica.called for replica in self._replicas)
+        if is_uncalled and may_train(loss, self._replicas):
+            raise ValueError(_UNCALLED)
         with self.group.watched():
             # DistributedDataParallel averages gradients over the processes; this strategy sums them.
             super().backward(loss if self.world_size == 1 else loss * self.world_size, **options)
+            # A loss may call the model in its backward pass, and a loop of the user's own train other models.
+            if is_uncalled and not self.shapes.by_hand and not any(replica.called for replica in self._replicas):
+                raise ValueError(_UNCALLED)
             for replica in self._replicas:
                 if replica.exchange is not None:
                     replica.exchange.send_rest()
-
-    def _may_train(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss may depend on a parameter of a prepared model: a checkpoint hides its parameters."""
-        known = {id(parameter) for replica in self._replicas for parameter in replica.module.parameters()}
-        nodes, seen = [loss.grad_fn], set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if id(getattr(node, "variable", None)) in known or "CheckpointFunction" in node.name():
-                return True
-            nodes += [following for following, _ in node.next_functions]
-        return False
 
     def step(
         self,

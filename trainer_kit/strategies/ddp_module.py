@@ -242,6 +242,21 @@ class SharedBuffers:
         return buffers
 
 
+def may_train(loss: torch.Tensor, replicas: Iterable[Replica]) -> bool:
+    """Return whether a loss may depend on a parameter of a prepared model: a checkpoint hides its parameters."""
+    known = {id(parameter) for replica in replicas for parameter in replica.module.parameters()}
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in known or "CheckpointFunction" in node.name():
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
 def model_facts(module: torch.nn.Module) -> dict[str, str]:
     """Return descriptions of parameters and buffers by name, which must agree on all processes."""
     facts = {f"parameter {name}": _described(each) for name, each in parameters_by_all_names(module)}
