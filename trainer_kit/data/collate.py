@@ -190,6 +190,8 @@ def _stack(values: list[Any], column: Any = None) -> Any:
                 "torch_geometric.data, or a DataLoader of torch_geometric.loader as the dataset"
             ) from error
         advice = "samples of different lengths need processing_class=tokenizer (which pads) or a data_collator"
+        if "equal size" in str(error):
+            advice += "; samples that are batches already need ReadyBatches(dataset)"
         if "batch must contain" in str(error):  # a type that torch does not collate, such as a row of pandas or polars
             advice = "convert it to one of these in the dataset, or give a data_collator"
         raise ValueError(f"samples cannot be stacked into a batch{place}: {error}; {advice}") from error
