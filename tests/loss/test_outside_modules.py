@@ -168,9 +168,10 @@ def test_what_a_callback_or_an_object_saves_is_fine(tmp_path: Path) -> None:
     Trainer(model, args, samples(), compute_loss=compute, optimizer=optimizer, callbacks=[Keeper()]).train()
 
 
-def test_a_discriminator_with_an_optimizer_of_its_own_is_fine(tmp_path: Path) -> None:
+def adversarial(momentum: float) -> tuple[Any, torch.optim.Optimizer]:
+    """A loss with a discriminator, and the optimizer with which it trains that."""
     critic = nn.Linear(3, 1)
-    own = torch.optim.SGD(critic.parameters(), lr=0.1)
+    own = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=momentum)
 
     def compute(model: nn.Module, batch: Any) -> Any:
         output = model(batch["x"])
@@ -179,21 +180,17 @@ def test_a_discriminator_with_an_optimizer_of_its_own_is_fine(tmp_path: Path) ->
         own.step()
         return -critic(output).mean()
 
+    return compute, own
+
+
+def test_a_discriminator_with_an_optimizer_of_its_own_is_fine(tmp_path: Path) -> None:
+    compute, _ = adversarial(momentum=0)
     assert warned(tmp_path, compute) == []
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_an_optimizer_of_compute_loss_whose_state_nothing_saves_is_a_warning(tmp_path: Path, is_kept: bool) -> None:
-    critic = nn.Linear(3, 1)
-    own = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
-
-    def compute(model: nn.Module, batch: Any) -> Any:
-        output = model(batch["x"])
-        own.zero_grad()
-        critic(output.detach()).mean().backward()
-        own.step()
-        return -critic(output).mean()
-
+    compute, own = adversarial(momentum=0.9)
     args = arguments(tmp_path, max_steps=2, save_strategy="epoch")
     trainer = Trainer(nn.Linear(4, 3), args, samples(), compute_loss=compute)
     if is_kept:

@@ -96,8 +96,9 @@ class CarriedState:
             self._first = step, notes
         first = self._before if self._first is None or step == self._first[0] else self._first[1]
         used = {name for name, note in notes.items() if note != self._before.get(name)}
-        tensors = {name: own[key] for name, own, key, _ in self._tensors() if own[key] is not None}
-        weights = {name for name, *_, is_weight in self._tensors() if is_weight}
+        named = [*self._tensors()]
+        tensors = {name: own[key] for name, own, key, _ in named if own[key] is not None}
+        weights = {name for name, *_, is_weight in named if is_weight}
         changed = {name for name in used if notes[name] != first.get(name)} | used & weights | self._restored
         buffers = {name: value.detach() for name, value in tensors.items() if name in changed}
         generators = {name: state_of_generator(each) for name, each in held if name in used and is_generator(each)}

@@ -84,10 +84,7 @@ def outside_modules(compute_loss: Callable[..., Any] | None, model: nn.Module) -
 
 def holders(compute_loss: Callable[..., Any] | None, model: nn.Module) -> list[nn.Module]:
     """Return the modules that `compute_loss` holds and that the model is a part of; their own tensors are outside."""
-    own = {id(module) for module in model.modules()}
-    held: list[Any] = []
-    with contextlib.suppress(Exception):  # as in `_found`
-        held += _held(compute_loss)
+    own, held = {id(module) for module in model.modules()}, _all_held(compute_loss)
     parts = [part for each in held if isinstance(each, nn.Module) for part in each.modules() if id(part) not in own]
     return [part for part in dict.fromkeys(parts) if any(id(below) in own for below in part.modules())]
 
@@ -96,10 +93,7 @@ def _found(
     compute_loss: Callable[..., Any] | None, model: nn.Module
 ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Return these modules, and the optimizers that it holds."""
-    own = {id(module) for module in model.modules()}
-    held: list[Any] = []
-    with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
-        held += _held(compute_loss)
+    own, held = {id(module) for module in model.modules()}, _all_held(compute_loss)
     modules = [module for each in held if isinstance(each, nn.Module) for module in _outside(each, own)]
     return modules, [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
@@ -130,6 +124,13 @@ def _gradients(module: nn.Module, trained: Collection[torch.Tensor] = ()) -> set
         for parameter in module.parameters()
         if parameter not in trained and parameter.grad is not None
     }
+
+
+def _all_held(compute_loss: Callable[..., Any] | None) -> list[Any]:
+    held: list[Any] = []
+    with contextlib.suppress(Exception):  # of the user's objects: what was found before is enough
+        held += _held(compute_loss)
+    return held
 
 
 def _held(value: Any) -> Iterator[Any]:
